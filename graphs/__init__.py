@@ -1,0 +1,1 @@
+"""What a training step is: capture, the torch-free graph, and what its ops cost."""

@@ -1,0 +1,1 @@
+"""Train any PyTorch module under a real peak-memory budget."""

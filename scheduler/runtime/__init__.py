@@ -1,0 +1,1 @@
+"""What runs beside the rewritten graphs while training."""

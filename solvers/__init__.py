@@ -1,0 +1,1 @@
+"""What to keep and what to recompute: problem, solvers, simulator and independent validator. Loads no torch."""
