@@ -34,7 +34,8 @@ class Problem:
         budget_bytes: the most bytes that may be live, static ones included.
         static_bytes: bytes that are resident throughout and take part in no decision.
         op_names: for messages; same length as ``time_ns``.
-        op_modules: dotted module path of each op, for messages; may be empty strings.
+        op_modules: dotted module path of each op, for messages and for strategies that go by modules; may be empty.
+        op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
 
     """
 
@@ -50,6 +51,7 @@ class Problem:
     static_bytes: int = 0
     op_names: tuple[str, ...] = ()
     op_modules: tuple[str, ...] = ()
+    op_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse inconsistent lengths, negative figures, reads before production, storages made twice or never."""
@@ -98,6 +100,7 @@ class Problem:
             static_bytes=static_bytes,
             op_names=tuple(op.name for op in graph.ops),
             op_modules=tuple(op.module_path for op in graph.ops),
+            op_targets=tuple(op.target for op in graph.ops),
         )
 
     @staticmethod
