@@ -58,14 +58,7 @@ def validate(problem: Problem, solution: Solution) -> None:
             raise InvalidPlan(f"step {position} is {step!r}, which is no step of a plan")
 
     _check_end(problem, resident, executions)
-    if peak_bytes > problem.budget_bytes:
-        raise InvalidPlan(f"static storages alone take {peak_bytes} bytes, over the budget of {problem.budget_bytes}")
-    if solution.peak_bytes != peak_bytes:
-        raise InvalidPlan(f"the plan states a peak of {solution.peak_bytes} bytes; the replay has {peak_bytes}")
-    if solution.step_time_ns != time_ns:
-        raise InvalidPlan(f"the plan states a step time of {solution.step_time_ns} ns; the replay takes {time_ns}")
-    if solution.lower_bound_ns > time_ns:
-        raise InvalidPlan(f"the lower bound of {solution.lower_bound_ns} ns is above the step time of {time_ns} ns")
+    _check_figures(problem, solution, peak_bytes, time_ns)
 
 
 def _check_compute(
@@ -92,3 +85,15 @@ def _check_end(problem: Problem, resident: dict[int, int], executions: dict[int,
     dropped = sorted(problem.live_at_end - resident.keys())
     if dropped:
         raise InvalidPlan(f"storages {dropped} must live to the end of the step and are not resident there")
+
+
+def _check_figures(problem: Problem, solution: Solution, peak_bytes: int, time_ns: int) -> None:
+    """Refuse figures that the replay does not find. ``peak_bytes`` and ``time_ns`` are the replay's."""
+    if peak_bytes > problem.budget_bytes:
+        raise InvalidPlan(f"static storages alone take {peak_bytes} bytes, over the budget of {problem.budget_bytes}")
+    if solution.peak_bytes != peak_bytes:
+        raise InvalidPlan(f"the plan states a peak of {solution.peak_bytes} bytes; the replay has {peak_bytes}")
+    if solution.step_time_ns != time_ns:
+        raise InvalidPlan(f"the plan states a step time of {solution.step_time_ns} ns; the replay takes {time_ns}")
+    if solution.lower_bound_ns > time_ns:
+        raise InvalidPlan(f"the lower bound of {solution.lower_bound_ns} ns is above the step time of {time_ns} ns")
