@@ -65,11 +65,7 @@ def simulate(problem: Problem, steps: Sequence[Step]) -> Simulation:
                         resident[s] = True
                         live += problem.storage_bytes[s]
             case Free(storage=s):
-                if not 0 <= s < len(resident):
-                    raise ValueError(f"step {position} frees storage {s}, which does not exist")
-                if not resident[s]:
-                    maker = problem.describe_op(problem.producer[s])
-                    raise ValueError(f"step {position} frees storage {s} (made by {maker}), which is not resident")
+                _check_free(problem, position, s, resident)
                 resident[s] = False
                 live -= problem.storage_bytes[s]
                 live_bytes.append(live)
@@ -101,6 +97,15 @@ def _check_compute(problem: Problem, position: int, op: int, executed: int, resi
                 f"step {position} executes {problem.describe_op(op)} (op {op}), whose input storage {s} "
                 f"(made by {maker}) is not resident"
             )
+
+
+def _check_free(problem: Problem, position: int, storage: int, resident: list[bool]) -> None:
+    """Refuse to free what is not resident."""
+    if not 0 <= storage < len(resident):
+        raise ValueError(f"step {position} frees storage {storage}, which does not exist")
+    if not resident[storage]:
+        maker = problem.describe_op(problem.producer[storage])
+        raise ValueError(f"step {position} frees storage {storage} (made by {maker}), which is not resident")
 
 
 def with_frees(problem: Problem, compute_order: Iterable[int]) -> tuple[Step, ...]:
