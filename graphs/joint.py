@@ -1,0 +1,426 @@
+"""From AOTAutograd's joint fx graph to a :class:`~graphs.ir.TrainingGraph`, and the map back.
+
+What happens on the way: views and ``getitem`` are merged into the storage they look at; outputs of an op become one
+storage each; buffers that the step updates get a snapshot op, so that nothing ever reads a value written after the
+first execution; every random op gets an op that records the generator's state; the arrival of the output gradients
+becomes an op of its own, the first of the backward phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from graphs import recomputability
+from graphs.errors import UnsupportedModelError
+from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
+from graphs.modules import module_path_of, source_of
+
+#: The caching allocator of CUDA hands out multiples of this many bytes.
+CUDA_ALLOCATION_BYTES: Final = 512
+
+TANGENTS_TARGET: Final = "scheduler.tangents"
+RNG_STATE_TARGET: Final = "scheduler.rng_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A captured training step: the torch-free graph and what ties it to the joint fx graph.
+
+    Attributes:
+        graph: ops and storages.
+        joint: the joint fx graph that the ops come from (with snapshots of updated buffers inserted).
+        nodes: for each op its kernel's fx node, or ``None`` for arrival of tangents and recording of generator state.
+        storage_of: storage index of every tensor-valued fx node, views included.
+        forward_outputs: what the forward returns, in order (nodes or constants).
+        backward_outputs: what the backward returns, in order (nodes or ``None``).
+        rng_state_ops: for each random op the op that records the generator's state before it.
+        snapshots: for each snapshot op the placeholder of the static tensor that it copies.
+        device: the device whose memory is scheduled.
+
+    """
+
+    graph: TrainingGraph
+    joint: fx.GraphModule
+    nodes: tuple[fx.Node | None, ...]
+    storage_of: Mapping[fx.Node, int]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    rng_state_ops: Mapping[int, int]
+    snapshots: Mapping[int, fx.Node]
+    device: torch.device
+
+    @property
+    def tangents_op(self) -> int:
+        """Index of the op at which backward starts."""
+        return self.graph.forward_ops
+
+    def produced_nodes(self, op: int) -> tuple[fx.Node, ...]:
+        """Nodes whose values an execution of ``op`` makes: the kernel's own, or ``getitem`` of each of its results."""
+        node = self.nodes[op]
+        if node is None:
+            return ()
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            return (node,)
+        return tuple(user for user in node.users if user.target is operator.getitem)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a node's ``meta["val"]``: a tensor, or a flat or nested sequence of tensors and others."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def storage_bytes(tensor: torch.Tensor, device: torch.device) -> int:
+    """Bytes that the storage behind a tensor takes on ``device``: 0 if it lies elsewhere, CUDA's rounding applied."""
+    if tensor.device.type != device.type:
+        return 0
+    size = tensor.untyped_storage().nbytes()
+    if device.type == "cuda":
+        size = -(-size // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
+    return int(size)
+
+
+def capture_from_joint(
+    joint: fx.GraphModule,
+    *,
+    num_forward_outputs: int,
+    input_kinds: Sequence[StorageKind],
+    device: torch.device,
+    module_names: Iterable[str] = (),
+    never_recompute: Sequence[str] = (),
+    name: str = "",
+) -> Capture:
+    """Build the training graph of a joint graph.
+
+    Args:
+        joint: AOTAutograd's joint graph, as handed to a partition function; it is edited (snapshots are inserted).
+        num_forward_outputs: how many of its outputs are the forward's.
+        input_kinds: for each primal, in order, whether it is a parameter, a buffer or an input.
+        device: whose memory is scheduled; storages elsewhere count 0 bytes.
+        module_names: names from ``named_modules()``, to read module paths by.
+        never_recompute: patterns of op names and module paths that must run once.
+        name: for messages.
+
+    Raises:
+        UnsupportedModelError: an op's result decides what the program does next, or a shape is symbolic.
+
+    """
+    builder = _Builder(joint, num_forward_outputs, device, frozenset(module_names), tuple(never_recompute))
+    return builder.build(input_kinds, name)
+
+
+class _Builder:
+    """One pass over a joint graph. State lives only as long as the pass."""
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        num_forward_outputs: int,
+        device: torch.device,
+        module_names: frozenset[str],
+        never_recompute: tuple[str, ...],
+    ) -> None:
+        self.joint = joint
+        self.device = device
+        self.module_names = module_names
+        self.never_recompute = never_recompute
+        outputs = joint.graph.output_node().args[0]
+        assert isinstance(outputs, list | tuple)
+        self.forward_outputs = tuple(outputs[:num_forward_outputs])
+        self.backward_outputs = tuple(outputs[num_forward_outputs:])
+        self.storages: list[Storage] = []
+        self.ops: list[Op] = []
+        self.nodes: list[fx.Node | None] = []
+        self.by_identity: dict[int, int] = {}
+        self.storage_of: dict[fx.Node, int] = {}
+        self.rng_state_ops: dict[int, int] = {}
+        self.snapshots: dict[int, fx.Node] = {}
+
+    def build(self, input_kinds: Sequence[StorageKind], name: str) -> Capture:
+        """Run the pass."""
+        snapshot_nodes = self._insert_snapshots()
+        self.joint.graph.eliminate_dead_code(_has_effect)
+        forward, backward = self._split_phases()
+        primals = [n for n in self.joint.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
+        for node, kind in zip(primals, input_kinds, strict=True):
+            self._add_static(node, kind)
+        for node in self.joint.graph.nodes:
+            if node.op == "get_attr":
+                self._add_static(node, StorageKind.BUFFER)
+        for node in forward:
+            self._visit(node, Phase.FORWARD, snapshot_nodes)
+        forward_ops = len(self.ops)
+        self._add_tangents()
+        for node in backward:
+            self._visit(node, Phase.BACKWARD, snapshot_nodes)
+        self._mark_results()
+        graph = TrainingGraph(tuple(self.ops), tuple(self.storages), forward_ops, name)
+        return Capture(
+            graph=graph,
+            joint=self.joint,
+            nodes=tuple(self.nodes),
+            storage_of=self.storage_of,
+            forward_outputs=self.forward_outputs,
+            backward_outputs=self.backward_outputs,
+            rng_state_ops=self.rng_state_ops,
+            snapshots=self.snapshots,
+            device=self.device,
+        )
+
+    def _insert_snapshots(self) -> dict[fx.Node, fx.Node]:
+        """Copy each input that the step overwrites before its first use; all other readers read the copy.
+
+        A recompute, or a backward op, that read the input itself would see the value written by the forward. Lowering
+        drops a snapshot again where no reader runs after the write.
+        """
+        snapshots: dict[fx.Node, fx.Node] = {}
+        graph = self.joint.graph
+        for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
+            writers = [u for u in placeholder.users if _writes_to(u, placeholder)]
+            if not writers and not self._is_written_outside(placeholder):
+                continue
+            readers = [u for u in placeholder.users if u not in writers and u.op != "output"]
+            if not readers:
+                continue
+            value = placeholder.meta["val"]
+            first = min(readers, key=_positions(graph).__getitem__)
+            with graph.inserting_before(first):
+                snapshot = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+            with value.fake_mode:
+                snapshot.meta["val"] = value.clone()
+            for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):
+                if key in first.meta:
+                    snapshot.meta[key] = first.meta[key]
+            for reader in readers:
+                reader.replace_input_with(placeholder, snapshot)
+            snapshots[snapshot] = placeholder
+        return snapshots
+
+    def _is_written_outside(self, placeholder: fx.Node) -> bool:
+        """Whether the runtime, not the graph, writes a new value into this input after the forward."""
+        described = placeholder.meta.get("desc")
+        if described is None:
+            return False
+        for description in (self.joint.graph.output_node().meta.get("desc") or ())[: len(self.forward_outputs)]:
+            if getattr(description, "mutated_input", None) == described:
+                return True
+        return False
+
+    def _split_phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Forward and backward nodes, each in the joint graph's order.
+
+        The forward ends after the last node that a forward output needs or that has an effect without depending on a
+        gradient. What autograd traced later belongs to the backward, even where it depends on no gradient.
+        """
+        nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
+        needed = {n for n in self.forward_outputs if isinstance(n, fx.Node)}
+        depends_on_tangent: set[fx.Node] = {n for n in self.joint.graph.nodes if _is_tangent(n)}
+        for node in nodes:
+            if any(i in depends_on_tangent for i in node.all_input_nodes):
+                depends_on_tangent.add(node)
+        for node in reversed(nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        first_gradient = next((i for i, n in enumerate(nodes) if n in depends_on_tangent), len(nodes))
+        end = 0
+        for i, node in enumerate(nodes):
+            if node in needed or (i < first_gradient and _has_effect(node)):
+                end = i + 1
+        forward = [n for n in nodes[:end] if n not in depends_on_tangent]
+        return forward, [n for n in nodes[:end] if n in depends_on_tangent] + nodes[end:]
+
+    def _visit(self, node: fx.Node, phase: Phase, snapshot_nodes: Mapping[fx.Node, fx.Node]) -> None:
+        """Add the op of a call_function node, or merge it into the storage that it looks at."""
+        values = list(tensors_of(node.meta.get("val")))
+        self._refuse_unsupported(node)
+        identities = [v.untyped_storage()._cdata for v in values]
+        is_view = node.target is operator.getitem or (
+            bool(values) and not _has_effect(node) and all(i in self.by_identity for i in identities)
+        )
+        if not is_view:
+            self._add_op(node, phase, values, snapshot_nodes)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self.storage_of[node] = self.by_identity[identities[0]]
+
+    def _add_op(
+        self,
+        node: fx.Node,
+        phase: Phase,
+        values: Sequence[torch.Tensor],
+        snapshot_nodes: Mapping[fx.Node, fx.Node],
+    ) -> None:
+        path = module_path_of(node, self.module_names)
+        source = source_of(node)
+        inputs = {self.storage_of[i] for i in node.all_input_nodes if i in self.storage_of}
+        for container in node.all_input_nodes:  # an op that takes a whole list of views
+            if container not in self.storage_of:
+                inputs.update(
+                    self.by_identity[t.untyped_storage()._cdata] for t in tensors_of(container.meta.get("val"))
+                )
+        reason = recomputability.reason_not_recomputable(node, path, self.never_recompute)
+        if node in snapshot_nodes:
+            reason = f"reads {snapshot_nodes[node].name}, which the step overwrites"
+            self.snapshots[len(self.ops)] = snapshot_nodes[node]
+        random = recomputability.is_random(node)
+        if random:
+            state = self._new_storage(f"{node.name}.rng_state", self._rng_state_bytes(), StorageKind.RNG_STATE, path)
+            self._append(
+                Op(
+                    len(self.ops),
+                    f"{node.name}.rng_state",
+                    RNG_STATE_TARGET,
+                    phase,
+                    (),
+                    (state,),
+                    path,
+                    recomputable=False,
+                    reason="records the generator's state",
+                    source=source,
+                ),
+                None,
+            )
+            inputs.add(state)
+            self.rng_state_ops[len(self.ops)] = len(self.ops) - 1
+        outputs = []
+        for position, value in enumerate(values):
+            identity = value.untyped_storage()._cdata
+            if identity not in self.by_identity:
+                label = node.name if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{position}]"
+                size = storage_bytes(value, self.device)
+                self.by_identity[identity] = self._new_storage(label, size, StorageKind.ACTIVATION, path)
+                outputs.append(self.by_identity[identity])
+        self._append(
+            Op(
+                len(self.ops),
+                node.name,
+                str(node.target),
+                phase,
+                tuple(sorted(inputs)),
+                tuple(outputs),
+                path,
+                recomputable=not reason,
+                reason=reason,
+                source=source,
+            ),
+            node,
+        )
+
+    def _append(self, op: Op, node: fx.Node | None) -> None:
+        self.ops.append(op)
+        self.nodes.append(node)
+
+    def _new_storage(self, name: str, size: int, kind: StorageKind, path: str) -> int:
+        """Add a storage that the next op produces."""
+        self.storages.append(Storage(len(self.storages), name, size, kind, len(self.ops), path))
+        return len(self.storages) - 1
+
+    def _add_static(self, node: fx.Node, kind: StorageKind) -> None:
+        value = node.meta.get("val")
+        if value is None and node.op == "get_attr":
+            value = getattr(self.joint, str(node.target), None)
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = value
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.SymInt | torch.SymFloat):
+                raise UnsupportedModelError(
+                    f"the step takes {node.name} as a symbolic number; a plan is for fixed shapes: pass static shapes"
+                )
+            return
+        identity = value.untyped_storage()._cdata
+        if identity not in self.by_identity:
+            self.by_identity[identity] = len(self.storages)
+            size = storage_bytes(value, self.device)
+            self.storages.append(Storage(len(self.storages), node.name, size, kind, None))
+        self.storage_of[node] = self.by_identity[identity]
+
+    def _add_tangents(self) -> None:
+        outputs = []
+        for node in self.joint.graph.nodes:
+            if not _is_tangent(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            identity = node.meta["val"].untyped_storage()._cdata
+            if identity not in self.by_identity:
+                size = storage_bytes(node.meta["val"], self.device)
+                self.by_identity[identity] = self._new_storage(node.name, size, StorageKind.TANGENT, "")
+                outputs.append(self.by_identity[identity])
+            self.storage_of[node] = self.by_identity[identity]
+        self._append(
+            Op(
+                len(self.ops),
+                "tangents",
+                TANGENTS_TARGET,
+                Phase.BACKWARD,
+                (),
+                tuple(outputs),
+                recomputable=False,
+                reason="handed in when backward starts",
+            ),
+            None,
+        )
+
+    def _mark_results(self) -> None:
+        """Give storages that the forward or the backward returns the kind that keeps them to the end of the step."""
+        for results, kind in (
+            (self.forward_outputs, StorageKind.OUTPUT),
+            (self.backward_outputs, StorageKind.GRADIENT),
+        ):
+            for node in results:
+                if isinstance(node, fx.Node) and node in self.storage_of:
+                    storage = self.storages[self.storage_of[node]]
+                    if not storage.kind.is_static:
+                        self.storages[storage.index] = dataclasses.replace(storage, kind=kind)
+
+    def _refuse_unsupported(self, node: fx.Node) -> None:
+        target = node.target
+        if target is torch.ops.aten._local_scalar_dense.default or any(
+            isinstance(size, torch.SymInt) for value in tensors_of(node.meta.get("val")) for size in value.shape
+        ):
+            path = module_path_of(node, self.module_names) or "the model"
+            raise UnsupportedModelError(
+                f"{path}: {target} ({source_of(node) or node.name}) gives a shape or a number that depends on the data, "
+                "so that no plan made beforehand can hold; compute it outside the scheduled module"
+            )
+
+    def _rng_state_bytes(self) -> int:
+        return torch.get_rng_state().numel() if self.device.type == "cpu" else 0
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and re.match(r"tangents_\d+", node.name) is not None
+
+
+def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
+    """Whether a node mutates this placeholder through an argument that its schema marks as written."""
+    if not recomputability.is_mutating(node):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:
+            return True
+    return False
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether dropping or repeating the node would change more than its own result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if recomputability.is_mutating(node) or recomputability.is_random(node):
+        return True
+    return bool(node.is_impure())
+
+
+def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}

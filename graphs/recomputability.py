@@ -1,0 +1,92 @@
+"""Which ops may run twice: a recomputed op must give the bits of its first execution.
+
+Random ops may: they are replayed from the generator state recorded before their first execution. Ops that pick among equal
+values (ties flip between kernels), that write to memory, talk to other processes, or are unknown to us, may not.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+#: Ops that select by value. Ties and NaNs may resolve differently when they run again, on some devices.
+SELECTION_OPS = frozenset(
+    {
+        "topk",
+        "argmax",
+        "argmin",
+        "sort",
+        "argsort",
+        "msort",
+        "nonzero",
+        "nonzero_static",
+        "unique_consecutive",
+        "unique_dim",
+        "_unique2",
+        "_unique",
+        "kthvalue",
+        "mode",
+        "median",
+        "nanmedian",
+        "masked_select",
+    }
+)
+
+#: Namespaces of ops that compute with tensors only and are known to be functions of their inputs.
+PURE_NAMESPACES = frozenset({"aten", "prims"})
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a generator (ops with a dropout probability of 0 do not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        value = (
+            node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        )
+        if argument.name in ("dropout_p", "p", "dropout") and value == 0.0:
+            return False
+        if argument.name == "train" and value is False:
+            return False
+    return True
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the op writes to one of its arguments."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Sequence[str]) -> str:
+    """Why an op must not run twice, or ``""`` where it may.
+
+    Args:
+        node: call_function node of the joint graph.
+        module_path: dotted path of its module.
+        never_recompute: the user's patterns (shell style), matched against the op's name (``aten.mm.default``,
+            ``aten.mm`` or ``mm``) and the module path (a module's pattern covers what is inside it).
+
+    """
+    target = node.target
+    name = str(target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"{name} is not an operator with a schema: it may have side effects"
+    base = target._schema.name.split("::")[-1]
+    candidates = (name, name.rsplit(".", 1)[0], base)
+    for pattern in never_recompute:
+        inside = fnmatch.fnmatchcase(module_path, pattern) or fnmatch.fnmatchcase(module_path, pattern + ".*")
+        if inside or any(fnmatch.fnmatchcase(candidate, pattern) for candidate in candidates):
+            return f"never_recompute={pattern!r}"
+    if is_mutating(node):
+        return "writes to its argument"
+    if target.namespace not in PURE_NAMESPACES:
+        return f"custom operator {name}: not known to give the same result twice"
+    if base in SELECTION_OPS or (base in ("max", "min") and len(target._schema.returns) > 1):
+        return f"{base} selects by value: ties may resolve differently when it runs again"
+    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+        return f"{base}: its result's shape or value steers the program"
+    return ""

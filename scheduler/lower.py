@@ -1,0 +1,260 @@
+"""From a plan to fx: a forward and a backward graph that run the plan's steps in the plan's order.
+
+An op may be computed several times: each execution becomes a node of its own, and readers are bound to the copy that is
+resident when they run. A view is rebuilt from its storage wherever a reader needs it, so that only storages cross from the
+forward to the backward. fx's code generation drops a value after its last use, which is what frees memory at run time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import StorageKind
+from graphs.joint import Capture
+from scheduler.runtime import rng
+from solvers.problem import Problem
+from solvers.solution import Compute, Free, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """The two halves of a scheduled step.
+
+    Attributes:
+        forward: takes the primals; returns the forward's outputs, then what it saves for the backward.
+        backward: takes what was saved, then the tangents; returns the gradients.
+        saved_names: names of the saved values, in order.
+
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved_names: tuple[str, ...]
+
+
+def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
+    """Compile a plan's steps into a forward and a backward fx graph.
+
+    Args:
+        capture: the captured step.
+        steps: a validated schedule of its problem (storage indices as in :meth:`Problem.graph_storages`).
+
+    """
+    storages = Problem.graph_storages(capture.graph)
+    executions = [0] * len(capture.graph.ops)
+    for step in steps:
+        if isinstance(step, Compute):
+            executions[step.op] += 1
+    forward = _Half(capture, executions, None, _late_readers(capture, steps))
+    half = forward
+    for step in steps:
+        if isinstance(step, Free):
+            half.free(storages[step.storage])
+        elif step.op == capture.tangents_op:
+            half = _Half(capture, executions, forward, forward.late_readers)
+        else:
+            half.compute(step.op)
+    assert half is not forward, "the plan never starts the backward"
+    backward_graph = half.finish(capture.backward_outputs)
+    saved = half.saved
+    forward_graph = forward.finish((*capture.forward_outputs, *saved))
+    return Lowered(
+        forward=_graph_module(capture, forward_graph, forward.comments, "ScheduledForward"),
+        backward=_graph_module(capture, backward_graph, half.comments, "ScheduledBackward"),
+        saved_names=tuple(key.name if isinstance(key, fx.Node) else f"rng_state_{key}" for key in saved),
+    )
+
+
+def _late_readers(capture: Capture, steps: Sequence[Step]) -> frozenset[int]:
+    """Snapshot ops that are read after the static tensor that they copy may have been overwritten."""
+    if not capture.snapshots:
+        return frozenset()
+    written: set[fx.Node] = set()
+    late: set[int] = set()
+    snapshot_of = {capture.graph.ops[op].outputs[0]: op for op in capture.snapshots}
+    in_backward = False
+    for step in steps:
+        if not isinstance(step, Compute):
+            continue
+        in_backward = in_backward or step.op == capture.tangents_op
+        for storage in capture.graph.ops[step.op].inputs:
+            snapshot = snapshot_of.get(storage)
+            if snapshot is not None and (in_backward or capture.snapshots[snapshot] in written):
+                late.add(snapshot)
+        node = capture.nodes[step.op]
+        if node is not None and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            written.update(node.all_input_nodes)
+    return frozenset(late)
+
+
+class _Half:
+    """Builds the graph of one phase. ``values`` maps a joint node (or a generator state's storage) to its current copy."""
+
+    def __init__(
+        self, capture: Capture, executions: Sequence[int], forward: _Half | None, late_readers: frozenset[int]
+    ) -> None:
+        self.capture = capture
+        self.executions = executions
+        self.forward = forward
+        self.late_readers = late_readers
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node | int, fx.Node] = {}
+        self.saved: list[fx.Node | int] = []
+        self.comments: dict[str, str] = {}
+        self.seen: set[int] = set() if forward is None else set(forward.seen)
+        self.first_tangent: fx.Node | None = None
+        for node in capture.joint.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            is_tangent = node.name.startswith("tangents_")
+            if is_tangent == (forward is not None):
+                copy = self.graph.placeholder(node.name)
+                copy.meta = dict(node.meta)
+                self.values[node] = copy
+                self.first_tangent = self.first_tangent or copy
+
+    def compute(self, op: int) -> None:
+        """Emit one execution of an op."""
+        node = self.capture.nodes[op]
+        again = op in self.seen
+        self.seen.add(op)
+        if node is None:
+            self._record_rng_state(op)
+            return
+        if op in self.capture.snapshots and op not in self.late_readers:
+            self.values[node] = self.value_of(self.capture.snapshots[op])
+            return
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value_of)
+        if again and op in self.capture.rng_state_ops:
+            state = self.capture.graph.ops[self.capture.rng_state_ops[op]].outputs[0]
+            args = (self.value_of(state), str(_device_of(node)), node.target, *args)
+            copy = self.graph.call_function(rng.replay, args, kwargs)
+        else:
+            copy = self.graph.call_function(node.target, args, kwargs)
+        copy.meta = dict(node.meta)
+        if again:
+            path = self.capture.graph.ops[op].module_path
+            self.comments[copy.name] = f"recomputed: {node.name} of {path or 'the model'}"
+        for result in self.capture.produced_nodes(op):
+            if result is node:
+                self.values[node] = copy
+            elif result not in self.values:
+                item = self.graph.call_function(operator.getitem, (copy, result.args[1]))
+                item.meta = dict(result.meta)
+                self.values[result] = item
+
+    def free(self, storage: int) -> None:
+        """Forget a storage's current copy and the views of it."""
+        stale = [k for k in self.values if (k if isinstance(k, int) else self.capture.storage_of.get(k)) == storage]
+        for key in stale:
+            if isinstance(key, int) or key.op != "placeholder":
+                del self.values[key]
+
+    def value_of(self, key: fx.Node | int) -> fx.Node:
+        """The current copy of a joint node's value, rebuilding views and fetching what the forward saved."""
+        if key in self.values:
+            return self.values[key]
+        if isinstance(key, fx.Node) and key.op == "get_attr":
+            value = self.graph.get_attr(str(key.target))
+        elif self.forward is not None and (isinstance(key, int) or self._is_base(key)):
+            value = self._fetch_saved(key)
+        elif isinstance(key, fx.Node) and not self._is_base(key):
+            args, kwargs = fx.node.map_arg((key.args, key.kwargs), self.value_of)
+            value = self.graph.call_function(key.target, args, kwargs)
+        else:
+            raise AssertionError(f"the plan reads {key} when it is not resident")
+        if isinstance(key, fx.Node):
+            value.meta = dict(key.meta)
+        self.values[key] = value
+        return value
+
+    def finish(self, outputs: Sequence[Any]) -> fx.Graph:
+        """Close the graph with these results (joint nodes, state storages, or constants)."""
+        results = [self.value_of(o) if isinstance(o, fx.Node | int) and not isinstance(o, bool) else o for o in outputs]
+        self.graph.output(tuple(results)).meta = dict(self.capture.joint.graph.output_node().meta)
+        for node in reversed(self.graph.nodes):
+            if node.target is operator.getitem and not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        return self.graph
+
+    def _is_base(self, node: fx.Node) -> bool:
+        """Whether a node's value is a static tensor or made by a kernel, rather than a view that can be rebuilt."""
+        if node.op == "placeholder":
+            return True
+        storage = self.capture.storage_of.get(node)
+        if storage is None:
+            return False
+        producer = self.capture.graph.storages[storage].producer
+        return producer is not None and node in self.capture.produced_nodes(producer)
+
+    def _fetch_saved(self, key: fx.Node | int) -> fx.Node:
+        """Add an input to the backward for a value that the forward still holds when it ends."""
+        assert self.forward is not None
+        held = key in self.forward.values
+        assert held, f"the plan reads {key} in the backward, where it is neither resident nor recomputed"
+        name = key.name if isinstance(key, fx.Node) else self.forward.values[key].name
+        with self.graph.inserting_before(self.first_tangent):
+            value = self.graph.placeholder(name)
+        value.meta = dict(self.forward.values[key].meta)
+        self.saved.append(key)
+        return value
+
+    def _record_rng_state(self, op: int) -> None:
+        """Emit the recording of the generator's state, where a later execution replays from it."""
+        random_op = op + 1
+        if self.executions[random_op] < 2:
+            return
+        random_node = self.capture.nodes[random_op]
+        assert random_node is not None
+        state = self.graph.call_function(rng.record_state, (str(_device_of(random_node)),))
+        size = rng.record_state("cpu").numel()
+        with _fake_mode_of(random_node):
+            state.meta["val"] = torch.empty(size, dtype=torch.uint8)
+        storage = self.capture.graph.ops[op].outputs[0]
+        assert self.capture.graph.storages[storage].kind is StorageKind.RNG_STATE
+        self.values[storage] = state
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    tensor = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    return tensor.device
+
+
+def _fake_mode_of(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    tensor = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def _graph_module(capture: Capture, graph: fx.Graph, comments: dict[str, str], class_name: str) -> fx.GraphModule:
+    graph.on_generate_code(lambda _: _comment_writer(comments))
+    module = fx.GraphModule(capture.joint, graph, class_name)
+    module.recompile()
+    return module
+
+
+_ASSIGNMENT = re.compile(r"^\s*(\w+)\s*(?::[^=]*)?=")
+
+
+def _comment_writer(comments: dict[str, str]) -> Callable[[list[str]], list[str]]:
+    """Code transformer that writes a comment line above each node named in ``comments``."""
+
+    def transform(body: list[str]) -> list[str]:
+        lines: list[str] = []
+        for line in body:
+            match = _ASSIGNMENT.match(line)
+            if match and match.group(1) in comments:
+                lines.append(f"# {comments[match.group(1)]}\n")
+            lines.append(line)
+        return lines
+
+    return transform

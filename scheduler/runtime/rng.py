@@ -1,0 +1,50 @@
+"""Replaying random ops: record a generator's state, run an op again from it, leave the stream where it was.
+
+The functions are called from rewritten graphs. A state is a CPU byte tensor: 5,056 bytes for the CPU generator (Mersenne
+Twister), 16 for CUDA's (Philox seed and offset).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def record_state(device: str) -> torch.Tensor:
+    """State of the default generator of ``device`` (``"cpu"`` or ``"cuda:0"``): uint8, shape (state bytes,)."""
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(resolved).get_rng_state(resolved)  # type: ignore[no-any-return]
+
+
+def replay(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``op`` as it ran when ``state`` was recorded, and put the generator back to where it is now.
+
+    Args:
+        state: what :func:`record_state` returned before the first execution.
+        device: the device whose generator the op draws from.
+        op: operator to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``op`` returns: the same bits as the first time.
+
+    """
+    current = record_state(device)
+    _set_state(device, state)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _set_state(device, current)
+
+
+def _set_state(device: str, state: torch.Tensor) -> None:
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(resolved).set_rng_state(state, resolved)
