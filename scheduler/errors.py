@@ -25,7 +25,10 @@ _BUDGET_UNITS: Final = {
     "tib": 2**40,
 }
 _BUDGET_TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*")
-_BUDGET_FORMS: Final = 'give a positive number of GB (10^9 bytes; budget_gb=8 or 0.35) or a text with its unit ("7.5GiB", "800MB", "16 GB")'
+_BUDGET_FORMS: Final = (
+    "give a positive number of GB (10^9 bytes; budget_gb=8 or 0.35), "
+    'or a text with its unit ("7.5GiB", "800MB", "16 GB")'
+)
 
 
 class BudgetError(CheckpointSchedulerError, ValueError):
@@ -93,8 +96,8 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         if bound is not None:
             parts.append(f"It is proven that none exists below {format_bytes(bound)}.")
         parts.append(
-            f"{format_bytes(self.static_bytes)} are static: parameters, buffers, existing gradients, optimizer state and "
-            "inputs, which no schedule can lower."
+            f"{format_bytes(self.static_bytes)} are static: parameters, buffers, existing gradients, optimizer state "
+            "and inputs, which no schedule can lower."
         )
         if self.binding_op:
             where = f" in module {self.binding_module!r}" if self.binding_module else ""

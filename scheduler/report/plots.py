@@ -1,0 +1,76 @@
+"""A plan as a picture: live bytes over the time of the training step."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from scheduler.report.timeline import Category
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from scheduler.plan import Plan
+
+_COLOURS: Final = {
+    Category.STATIC: "#b0b7bf",
+    Category.GRADIENTS: "#7f6a93",
+    Category.OUTPUTS: "#4e9a8f",
+    Category.KEPT: "#2f6fa7",
+    Category.RECOMPUTED: "#e08a2e",
+    Category.TEMPORARY: "#f2d28b",
+    Category.WORKSPACE: "#c9c9c9",
+}
+
+
+def plot_plan(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Draw what :meth:`scheduler.plan.Plan.plot` describes.
+
+    Live bytes are stacked by category over predicted time; lines mark the budget, the predicted peak, and the boundary
+    between forward and backward. Nothing is shown on screen: the caller shows or saves the figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+
+    """
+    axes = _new_axes() if ax is None else ax
+    milliseconds, layers = _steps_of(plan)
+    used = [category for category in Category if any(layers[category])]
+    axes.stackplot(
+        milliseconds,
+        [layers[category] for category in used],
+        labels=[category.value for category in used],
+        colors=[_COLOURS[category] for category in used],
+        linewidth=0,
+    )
+    axes.axhline(plan.peak_bytes / 1e9, color="black", linewidth=0.8, linestyle=":", label="predicted peak")
+    if plan.budget_bytes is not None:
+        axes.axhline(plan.budget_bytes / 1e9, color="#b3261e", linewidth=1.2, linestyle="--", label="budget")
+    axes.axvline(plan.backward_start_ns / 1e6, color="black", linewidth=0.8, label="forward | backward")
+    axes.set_xlim(0, max(milliseconds, default=0) or 1)
+    axes.set_ylim(0, max(plan.peak_bytes, plan.budget_bytes or 0) / 1e9 * 1.05 or 1)
+    axes.set_xlabel("time of the step, predicted (ms)")
+    axes.set_ylabel("live bytes (GB)")
+    axes.set_title(f"{plan.status.value} plan: overhead {plan.overhead:.2%}, gap {plan.gap:.2%}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)
+    return axes
+
+
+def _new_axes() -> Axes:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing a plan needs matplotlib: pip install 'checkpoint-scheduler[plot]' (or pip install matplotlib)"
+        ) from error
+    return Figure(figsize=(10, 4.5), layout="constrained").add_subplot()
+
+
+def _steps_of(plan: Plan) -> tuple[list[float], dict[Category, list[float]]]:
+    """Corners of the stair line: ms at each start and end of an execution, and GB of each category there."""
+    milliseconds = list(chain.from_iterable((s.start_ns / 1e6, s.end_ns / 1e6) for s in plan.samples))
+    layers = {
+        category: list(chain.from_iterable((s.live[category] / 1e9,) * 2 for s in plan.samples))
+        for category in Category
+    }
+    return milliseconds, layers
