@@ -55,8 +55,8 @@ class Plan:
     Attributes:
         graph: the captured training step.
         costs: time and workspace of each op, as the plan was made with.
-        solution: what the solver returned. The storages of ``solution.steps`` are numbered as in :attr:`problem`
-            (static ones left out); those of :attr:`steps` as in :attr:`graph`.
+        solution: what the solver returned. Its steps number storages as in :attr:`problem`, static ones left out;
+            :attr:`graph_steps` are the same with the numbers of :attr:`graph`.
         budget_bytes: the most bytes that may be live, static ones included; ``None`` where there is no limit.
         static: bytes that are resident throughout, by what they are for: parameters, buffers, gradients, optimizer,
             inputs, other.
@@ -176,26 +176,32 @@ class Plan:
             return problem
         return problem.with_budget(simulate(problem, store_all_steps(problem)).peak_bytes)
 
-    @functools.cached_property
+    @property
     def steps(self) -> tuple[Step, ...]:
+        """The schedule in execution order, its storages numbered as in :attr:`problem`."""
+        return self.solution.steps
+
+    @functools.cached_property
+    def graph_steps(self) -> tuple[Step, ...]:
         """The schedule in execution order, its storages numbered as in :attr:`graph`."""
-        return self._in_graph(self.solution.steps)
+        number = Problem.graph_storages(self.graph)
+        return tuple(Free(number[step.storage]) if isinstance(step, Free) else step for step in self.steps)
 
     @functools.cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """What happens to each activation storage, and why."""
-        return decide(self.graph, self.costs, self.steps)
+        return decide(self.graph, self.costs, self.graph_steps)
 
     @functools.cached_property
     def samples(self) -> tuple[Sample, ...]:
         """Live bytes by category while each op runs, in execution order."""
         actions = {d.storage: d.action for d in self.decisions}
-        return timeline(self.graph, self.costs, self.steps, actions, self.static_bytes)
+        return timeline(self.graph, self.costs, self.graph_steps, actions, self.static_bytes)
 
     @property
     def backward_start_ns(self) -> int:
         """Predicted time from the start of the step to the start of its backward, recomputation included."""
-        boundary = boundary_of(self.graph, self.steps)
+        boundary = boundary_of(self.graph, self.graph_steps)
         return max((s.end_ns for s in self.samples if s.step <= boundary), default=0)
 
     @functools.cached_property
@@ -343,10 +349,6 @@ class Plan:
             return cls.from_dict(data)
         except PlanFormatError as error:
             raise PlanFormatError(f"{path}: {error}") from error
-
-    def _in_graph(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        number = Problem.graph_storages(self.graph)
-        return tuple(Free(number[step.storage]) if isinstance(step, Free) else step for step in steps)
 
 
 def _pack(step: Step) -> list[str | int]:
