@@ -187,11 +187,11 @@ def random_steps(problem: Problem, rng: random.Random, *, errors: int = 0) -> tu
             resident.discard(storage)
             continue
         op = position if position in ready and rng.random() < 0.6 else (rng.choice(ready) if ready else -1)
-        if op < 0 or len(steps) > 20 * count:  # stuck: rebuild everything that may be rebuilt, in order
-            for op in range(position):  # noqa: PLW2901 (the stuck op is done for)
-                if problem.recomputable[op] and resident.issuperset(problem.inputs[op]):
-                    steps.append(Compute(op))
-                    resident.update(problem.outputs[op])
+        if op < 0 or len(steps) > 6 * count:  # stuck: rebuild everything that may be rebuilt, in order
+            for lost in range(position):
+                if problem.recomputable[lost] and resident.issuperset(problem.inputs[lost]):
+                    steps.append(Compute(lost))
+                    resident.update(problem.outputs[lost])
             op = position
         steps.append(Compute(op))
         resident.update(problem.outputs[op])
