@@ -69,15 +69,23 @@ def random_problem(
     plain: bool = False,
     budget: float | None = None,
 ) -> Problem:
-    """A random DAG of ``ops`` ops (by default 2 to ``max_ops``), the same for the same arguments.
+    """A random DAG of ``ops`` ops (by default 3 to ``max_ops``), the same for the same arguments.
 
     Unless ``plain``, ops may make up to three storages or none, have workspaces, and refuse to be recomputed; storages
     may be read by nobody, or have to live to the end; there may be static bytes, free ops and storages of no bytes.
     ``budget`` places the budget between the most that one op needs (0.0) and the keep-all peak (1.0); by default it is
-    drawn from that range.
+    drawn from that range. A DAG for which the two are one figure is drawn again, since it has nothing to decide.
     """
     rng = random.Random(seed)
-    count = rng.randint(2, max_ops) if ops is None else ops
+    for _ in range(50):
+        problem = _random_dag(rng, ops, max_ops, plain=plain)
+        if least_demand(problem) < keep_all_peak(problem):
+            break
+    return _within_range(problem, rng.random() if budget is None else budget)
+
+
+def _random_dag(rng: random.Random, ops: int | None, max_ops: int, *, plain: bool) -> Problem:
+    count = rng.randint(3, max_ops) if ops is None else ops
     density = rng.choice((0.3, 0.5, 0.8))
     inputs: list[tuple[int, ...]] = []
     outputs: list[tuple[int, ...]] = []
@@ -93,7 +101,7 @@ def random_problem(
         outputs.append(tuple(range(storages, storages + made)))
         storages += made
     lowest = 1 if plain else 0
-    problem = Problem(
+    return Problem(
         time_ns=tuple(rng.randint(lowest, 10) for _ in range(count)),
         workspace_bytes=tuple(0 if plain or rng.random() < 0.7 else rng.randint(1, 6) for _ in range(count)),
         inputs=tuple(inputs),
@@ -105,7 +113,6 @@ def random_problem(
         budget_bytes=0,
         static_bytes=0 if plain else rng.choice((0, 0, 7)),
     )
-    return _within_range(problem, rng.random() if budget is None else budget)
 
 
 def training_chain(
@@ -145,7 +152,14 @@ def training_chain(
 def random_chain(seed: int, *, length: int | None = None, budget: float | None = None) -> Problem:
     """A training chain with random times and sizes, and some skips: the shape that real training steps have."""
     rng = random.Random(seed)
-    layers = rng.randint(2, 4) if length is None else length
+    for _ in range(50):
+        problem = _random_chain(rng, rng.randint(2, 4) if length is None else length)
+        if least_demand(problem) < keep_all_peak(problem):
+            break
+    return _within_range(problem, rng.random() if budget is None else budget)
+
+
+def _random_chain(rng: random.Random, layers: int) -> Problem:
     chain = training_chain(
         layers,
         time_ns=[rng.randint(1, 10) for _ in range(layers)],
@@ -164,7 +178,7 @@ def random_chain(seed: int, *, length: int | None = None, budget: float | None =
     problem = Problem.from_single_outputs(
         chain.time_ns, chain.storage_bytes, [sorted(i) for i in inputs], 0, live_at_end=sorted(chain.live_at_end)
     )
-    return _within_range(_with_forward(problem, layers), rng.random() if budget is None else budget)
+    return _with_forward(problem, layers)
 
 
 def random_steps(problem: Problem, rng: random.Random, *, errors: int = 0) -> tuple[Step, ...]:

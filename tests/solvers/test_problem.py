@@ -120,7 +120,7 @@ def test_random_problems_are_reproducible_and_of_every_kind():
     drawn = [random_problem(seed) for seed in range(100)]
     assert drawn == [random_problem(seed) for seed in range(100)]
     assert len(set(drawn)) == 100
-    assert {len(p.time_ns) for p in drawn} == set(range(2, 10))
+    assert {len(p.time_ns) for p in drawn} == set(range(3, 10))
     assert any(len(o) > 1 for p in drawn for o in p.outputs)
     assert any(len(o) == 0 for p in drawn for o in p.outputs)
     assert any(w for p in drawn for w in p.workspace_bytes)
