@@ -1,0 +1,209 @@
+"""Time and workspace of each op, measured on the device that is to run it.
+
+Each distinct op (:func:`graphs.costs.signature.op_signature`) runs a few times on made-up arguments
+(:mod:`graphs.costs.samples`), one op after the other, so that no more than one op's arguments, results and workspace
+are on the device at a time. What was measured is kept on disk (:mod:`graphs.costs.cache`).
+
+Measuring happens on a thread of its own. Fake-tensor modes, functorch levels, autocast, a default device, Dynamo's
+hooks and profilers are all bound to the thread that set them, so the ops run as plain eager ones even when this is
+called from inside a ``torch.compile`` backend, and nothing of the caller's has to be taken down and put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from graphs.costs.cache import CostCache, Measured, cache_directory, device_name, environment
+from graphs.costs.devices import DEVICES, DeviceSpec, spec_of_reported_name
+from graphs.costs.measure import measure_call
+from graphs.costs.roofline import estimate, makes_view
+from graphs.costs.samples import Sampler
+from graphs.costs.signature import op_signature, packet_name, target_name
+from graphs.ir import Costs
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with the number of distinct ops done and their total after each one."""
+
+_RUNNABLE_NAMESPACES: Final = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
+"""Ops that may run on made-up arguments. A custom op may have effects, wait for other processes, or take integers that
+must be valid in ways not known here (on CUDA an invalid one ends the process's context)."""
+
+
+def profiled(
+    nodes: Sequence[fx.Node | None],
+    device: torch.device | str,
+    *,
+    cache_dir: pathlib.Path | str | None = None,
+    time_budget_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Costs:
+    """Measure what each op costs on ``device``.
+
+    Ops that cannot run on made-up arguments, and those left when the time is up, are estimated by the roofline of the
+    device, with a warning in the log that names them. Global random state is left as it was. On CUDA the allocator's
+    peak statistics of the device are reset.
+
+    Args:
+        nodes: the fx node of each op, with a fake tensor in ``meta["val"]``; ``None`` for an op without a kernel, which
+            costs nothing. Ops that only make views cost nothing either.
+        device: a CPU or CUDA device.
+        cache_dir: directory of the cache; by default :func:`graphs.costs.cache.cache_directory`.
+        time_budget_s: no op is started after this many seconds of measuring. Ops that weigh most come first.
+        progress: called after each distinct op.
+
+    Returns:
+        Costs in op order, ``source="profiled"``.
+
+    Raises:
+        ValueError: a device of another type, or one that is not there.
+
+    """
+    device = _checked(device)
+    keys = [op_signature(n) if n is not None and _has_kernel(n) else None for n in nodes]
+    counts = collections.Counter(key for key in keys if key is not None)
+    representatives = {key: node for key, node in zip(keys, nodes, strict=True) if key is not None and node is not None}
+    cache = CostCache(pathlib.Path(cache_dir) if cache_dir is not None else cache_directory(), environment(device))
+    cached = cache.load()
+    costs = {key: cached[key] for key in counts if key in cached}
+    missing = {key: node for key, node in representatives.items() if key not in costs}
+    if missing:
+        spec = _nearest_spec(device)
+        estimates = {key: estimate(node, spec) for key, node in missing.items()}
+        order = sorted(missing, key=lambda key: -counts[key] * estimates[key][0])
+        session = _Session(device, {key: missing[key] for key in order}, time_budget_s, progress)
+        measured = session.run()
+        if measured:
+            cache.add(measured)
+        costs |= {key: measured.get(key, estimates[key]) for key in missing}
+    return Costs(
+        time_ns=tuple(0 if key is None else costs[key][0] for key in keys),
+        workspace_bytes=tuple(0 if key is None else costs[key][1] for key in keys),
+        device=device_name(device),
+        source="profiled",
+    )
+
+
+def _checked(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"ops are measured on cpu and cuda devices, not on {device}: use the roofline of a named device"
+        )
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"{device} is not there to measure on: use the roofline of a named device")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def _has_kernel(node: fx.Node) -> bool:
+    return node.op == "call_function" and not makes_view(node.target)
+
+
+def _nearest_spec(device: torch.device) -> DeviceSpec:
+    """Datasheet figures to estimate from what is not measured; an unknown GPU counts as an A100."""
+    if device.type == "cpu":
+        return DEVICES["cpu"]
+    return spec_of_reported_name(device_name(device)) or DEVICES["a100-sxm-80gb"]
+
+
+@dataclasses.dataclass
+class _Session:
+    """One pass over the ops that are still to be measured, on a thread of its own."""
+
+    device: torch.device
+    ops: Mapping[str, fx.Node]
+    time_budget_s: float
+    progress: Progress | None
+    measured: dict[str, Measured] = dataclasses.field(default_factory=dict)
+    failure: BaseException | None = None
+    stopped: bool = False
+
+    def run(self) -> dict[str, Measured]:
+        """Measure and return what could be measured, by signature."""
+        worker = threading.Thread(target=self._work, name="checkpoint-scheduler-costs")
+        worker.start()
+        try:
+            worker.join()
+        finally:
+            self.stopped = True  # an interrupt of the caller ends the session after the op that runs
+            worker.join()
+        if self.failure is not None:
+            raise self.failure
+        return self.measured
+
+    def _work(self) -> None:
+        try:
+            devices = [self.device.index] if self.device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type="cuda"):
+                if self.device.type == "cuda":
+                    with torch.cuda.device(self.device):
+                        self._measure_all()
+                        torch.cuda.empty_cache()
+                else:
+                    self._measure_all()
+        except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
+            self.failure = error
+
+    def _measure_all(self) -> None:
+        deadline = time.monotonic() + self.time_budget_s
+        types = {t.device.type for n in self.ops.values() for t in _tensors_of(n)}
+        sampler = Sampler(self.device, retarget=self.device.type not in types)
+        late: list[str] = []
+        for done, (key, node) in enumerate(self.ops.items(), start=1):
+            if self.stopped:
+                return
+            if time.monotonic() > deadline:
+                late.append(target_name(node.target))
+            elif (reason := self._measure(key, node, sampler)) is not None:
+                logger.warning("cost of %s (%s) is an estimate: %s", node.name, target_name(node.target), reason)
+            if self.progress is not None:
+                self.progress(done, len(self.ops))
+        if late:
+            logger.warning(
+                "costs of %d of %d distinct ops are estimates: %.0f s of measuring were up (%s)",
+                len(late),
+                len(self.ops),
+                self.time_budget_s,
+                ", ".join(sorted(set(late))),
+            )
+
+    def _measure(self, key: str, node: fx.Node, sampler: Sampler) -> str | None:
+        """Measure one op. Returns why that was not possible, or ``None``."""
+        if (reason := _reason_not_to_run(node)) is not None:
+            return reason
+        try:
+            args, kwargs = sampler.arguments(node)
+            target: Any = node.target
+            self.measured[key] = measure_call(lambda: target(*args, **kwargs), self.device)
+        except Exception as error:  # noqa: BLE001 - whatever an op raises, training must not end by it
+            return f"it does not run on made-up arguments ({type(error).__name__}: {str(error).splitlines()[0:1]})"
+        return None
+
+
+def _reason_not_to_run(node: fx.Node) -> str | None:
+    name = packet_name(node.target)
+    if not name:
+        return "it is no plain op of the dispatcher"
+    if name.partition(".")[0] not in _RUNNABLE_NAMESPACES:
+        return "custom ops are not run on made-up arguments"
+    if "_assert" in name:
+        return "it would check made-up arguments"
+    return None
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return [v for v in values if isinstance(v, torch.Tensor)]
