@@ -1,20 +1,30 @@
 """What to keep and what to recompute: problem, solvers, simulator and independent validator. Loads no torch."""
 
+from solvers.auto import AutoSolver
+from solvers.bounds import FloorBound, find_floor, floor_lower_bound
+from solvers.moments import MomentsSolver
 from solvers.problem import Problem
+from solvers.rematerialise import Rematerialiser
 from solvers.simulate import Simulation, compute_order, simulate, with_frees
 from solvers.solution import Compute, Free, Solution, Status, Step
 from solvers.store_all import StoreAllSolver, store_all_steps
 
 __all__ = [
+    "AutoSolver",
     "Compute",
+    "FloorBound",
     "Free",
+    "MomentsSolver",
     "Problem",
+    "Rematerialiser",
     "Simulation",
     "Solution",
     "Status",
     "Step",
     "StoreAllSolver",
     "compute_order",
+    "find_floor",
+    "floor_lower_bound",
     "simulate",
     "store_all_steps",
     "with_frees",

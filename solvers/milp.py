@@ -7,7 +7,7 @@ by one through the modelling interface takes longer than solving them.
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import datetime as dt
 import enum
 import logging
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class MilpStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class MilpResult:
-    """Outcome of one solve: ``values`` of the best point found (empty without one), its objective, and the dual bound."""
+    """Outcome of one solve: ``values`` of the best point found (empty without one), its objective, the dual bound."""
 
     status: MilpStatus
     values: tuple[float, ...]
@@ -97,7 +97,7 @@ class Milp:
         """
         model = mathopt.Model.from_model_proto(self._proto())
         parameters = mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.01)),
+            time_limit=dt.timedelta(seconds=max(time_limit_s, 0.01)),
             relative_gap_tolerance=relative_gap,
             absolute_gap_tolerance=absolute_gap,
             node_limit=node_limit,
@@ -105,10 +105,14 @@ class Milp:
         )
         hints = []
         if len(hint):
-            values = {model.get_variable(i): float(value) for i, value in enumerate(hint)}
-            hints.append(mathopt.SolutionHint(variable_values=values))
+            within = zip(hint, self._lower, self._upper, strict=True)  # HiGHS refuses hints beyond a column's bounds
+            assignment = {model.get_variable(i): min(max(v, low), up) for i, (v, low, up) in enumerate(within)}
+            hints.append(mathopt.SolutionHint(variable_values=assignment))
         model_parameters = mathopt.ModelSolveParameters(solution_hints=hints)
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters)
+        try:
+            result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters)
+        except AttributeError as error:  # how MathOpt 9.15 reports any error of the solver
+            raise RuntimeError(f"HiGHS refused a model of {self.rows} rows and {self.columns} columns") from error
         reason = result.termination.reason
         bounds = result.termination.objective_bounds
         _log.debug("%d rows, %d columns: %s in %s", self.rows, self.columns, reason.name, result.solve_time())

@@ -19,7 +19,6 @@ Bytes are scaled by the capacity and times to per cent of the step, for the solv
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -119,7 +118,9 @@ class MomentsModel:
         all resident storages, candidates among them.
         """
         problem, p = self.problem, self.moments[k]
-        room = self.capacity_bytes - problem.workspace_bytes[p] - sum(problem.storage_bytes[s] for s in problem.outputs[p])
+        room = (
+            self.capacity_bytes - problem.workspace_bytes[p] - sum(problem.storage_bytes[s] for s in problem.outputs[p])
+        )
         forced = sum(problem.storage_bytes[s] for s in problem.inputs[p])
         if room < forced or room < 0:
             self.feasible = False
@@ -200,11 +201,19 @@ class MomentsModel:
             tuple(frozenset(v for v, c in redo.items() if values[c] > 0.5) for redo in self._redo),
         )
 
+    def hint(self, decisions: Decisions) -> list[float]:
+        """A full assignment near earlier decisions, which may have been taken for fewer moments.
 
-def prefix_moments(problem: Problem, moments: Sequence[int], moment: int) -> tuple[int, ...]:
-    """``moments`` with ``moment`` inserted in order; unchanged where it is there already."""
-    del problem
-    result = list(moments)
-    if moment not in result:
-        bisect.insort(result, moment)
-    return tuple(result)
+        New moments take over what the moment before them kept, or where there is none, everything that they can.
+        """
+        values = [0.0] * self.milp.columns
+        for k, p in enumerate(self.moments):
+            earlier = [i for i, moment in enumerate(decisions.moments) if moment <= p]
+            source = earlier[-1] if earlier else 0
+            for s, column in self._keep[k].items():
+                made_since = self.problem.producer[s] >= decisions.moments[source]
+                values[column] = 1.0 if made_since or s in decisions.kept[source] else 0.0
+            for op, column in self._redo[k].items():
+                values[column] = 1.0 if op in decisions.recomputed[source] else 0.0
+                values[self._redo_later[k][op]] = values[column]
+        return values

@@ -1,0 +1,83 @@
+"""The portfolio that plans a training step: keep all where it fits, else moments, else the strict-budget walk."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from solvers.bounds import find_floor, floor_lower_bound
+from solvers.moments import MomentsSolver
+from solvers.problem import Problem
+from solvers.rematerialise import Rematerialiser
+from solvers.solution import Solution, Status
+from solvers.store_all import StoreAllSolver
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoSolver:
+    """Best plan and best bound of the solvers that suit the problem. Deterministic unless the time limit is hit.
+
+    Attributes:
+        time_limit_s: wall-clock limit of the whole solve.
+        gap: a plan is ``OPTIMAL`` when (step time − lower bound) / lower bound is at most this; the search stops there.
+
+    """
+
+    time_limit_s: float = 60.0
+    gap: float = 0.005
+
+    def solve(self, problem: Problem) -> Solution:
+        """Return the fastest plan found, or ``INFEASIBLE`` with the floor from both sides and the op that binds.
+
+        Status ``INFEASIBLE`` says in its message whether that is proven or no solver found a plan.
+        """
+        start = time.perf_counter()
+        keep_all = StoreAllSolver().solve(problem)
+        if keep_all.status is Status.OPTIMAL:
+            return keep_all
+        if floor_lower_bound(problem).bytes > problem.budget_bytes:
+            return self._infeasible(problem, keep_all, start, proven=True)
+        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.9).solve(problem)
+        if moments.status is Status.INFEASIBLE:
+            return self._infeasible(problem, moments, start, proven=True)
+        best = moments
+        if moments.status is not Status.OPTIMAL:
+            walked = Rematerialiser().solve(problem)
+            if walked.status.has_plan and (not moments.status.has_plan or walked.step_time_ns < moments.step_time_ns):
+                best = walked
+        if not best.status.has_plan:
+            return self._infeasible(problem, moments, start, proven=False)
+        bound = min(moments.lower_bound_ns, best.step_time_ns)
+        within = best.step_time_ns - bound <= self.gap * bound
+        return dataclasses.replace(
+            best,
+            status=Status.OPTIMAL if within else Status.FEASIBLE,
+            lower_bound_ns=bound,
+            solve_seconds=time.perf_counter() - start,
+        )
+
+    def _infeasible(self, problem: Problem, found: Solution, start: float, *, proven: bool) -> Solution:
+        """The answer without a plan: how much is needed, from both sides, and which op binds."""
+        lower = floor_lower_bound(problem)
+        left = self.time_limit_s - (time.perf_counter() - start)
+        floor = find_floor(problem, time_limit_s=max(left, 1.0))
+        how = "no schedule fits" if proven else "no schedule was found that fits"
+        return Solution(
+            status=Status.INFEASIBLE,
+            steps=(),
+            step_time_ns=0,
+            peak_bytes=0,
+            lower_bound_ns=found.lower_bound_ns,
+            solver="auto",
+            solve_seconds=time.perf_counter() - start,
+            message=(
+                f"{how} {problem.budget_bytes:,} bytes, of which {problem.static_bytes:,} are static; a plan "
+                f"exists from {floor:,} bytes on, and every schedule needs at least {lower.bytes:,} while "
+                f"{problem.describe_op(lower.op)} runs"
+            ),
+            floor_bytes=floor,
+            floor_lower_bound_bytes=lower.bytes,
+        )
