@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from solvers.prune import prune
 from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status
 
+MOST_LEVELS = 60  # of rebuilding inside rebuilding; more means that the walk goes in circles
+
 
 class OutOfBudgetError(Exception):
     """The walk found no room for an op. ``op`` is the one whose first execution was due."""
@@ -35,73 +37,87 @@ class OutOfBudgetError(Exception):
         self.op = op
 
 
-class _Walk:
-    """State of one walk over the step: what is resident, what is held, when each storage is next needed."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictionRule:
+    """Exponents of the eviction score: time to rebuild ** time / (bytes ** size · distance ** distance)."""
 
-    def __init__(self, problem: Problem, guide: Decisions | None, execution_limit: int) -> None:
+    time: float = 1.0
+    size: float = 1.0
+    distance: float = 1.0
+
+
+RULES = (
+    EvictionRule(),
+    EvictionRule(distance=0.5),
+    EvictionRule(time=0.5, distance=2.0),
+    EvictionRule(time=0.25, size=0.0, distance=2.0),
+    EvictionRule(time=2.0, size=1.0, distance=0.5),
+)
+
+
+class _Walk:
+    """State of one walk over the step.
+
+    A storage is *held* while an op that reads it is being assembled (it cannot be evicted), *pending* while it is part
+    of a stretch that is being rebuilt (it is evicted last). ``position`` is the next op to execute for the first time.
+    """
+
+    def __init__(self, problem: Problem, rule: EvictionRule, guide: Decisions | None, execution_limit: int) -> None:
+        storages = len(problem.storage_bytes)
         self.problem = problem
+        self.rule = rule
         self.order: list[int] = []
         self.position = 0
         self.live = 0
+        self.depth = 0
         self.execution_limit = execution_limit
-        storages = len(problem.storage_bytes)
-        self.never = 4 * len(problem.time_ns) + 4
+        self.never = float(4 * len(problem.time_ns) + 4)
         self.resident: set[int] = set()
-        self.bytes = np.array(problem.storage_bytes, dtype=np.float64)
-        self.evictable = np.zeros(storages, dtype=bool)  # resident, of some bytes, held by nobody
         self.held = [0] * storages
-        self.use = np.full(storages, self.never, dtype=np.float64)  # next use as far as known, >= position
-        self.rebuild = np.array([problem.time_ns[op] + 1 for op in problem.producer], dtype=np.float64)
-        self.weight = np.ones(storages)
-        self._guide = list(zip(guide.moments, guide.kept, strict=True)) if guide else []
-        self._follow_guide()
-
-    # --- the walk ---------------------------------------------------------------------------------------------
+        self.evictable = np.zeros(storages, dtype=bool)  # resident, of some bytes, held by nobody
+        self.pending = np.zeros(storages, dtype=np.int64)
+        self.use = np.full(storages, self.never)  # next need as far as known
+        self.rebuild = np.array([problem.time_ns[op] + 1.0 for op in problem.producer])  # as far as known
+        self.size = np.maximum(np.array(problem.storage_bytes, dtype=np.float64), 1.0) ** rule.size
+        self.guide = list(zip(guide.moments, guide.kept, strict=True)) if guide else []
+        self.guided = self._guided()
 
     def run(self) -> tuple[int, ...]:
         """Execute the whole step and return the order of executions."""
-        problem = self.problem
-        for op, inputs in enumerate(problem.inputs):
-            self.position = op
+        for op, inputs in enumerate(self.problem.inputs):
             self._assemble(op)
             self._execute(op)
-            for s in inputs:
-                self._set_use(s, self._next_read(s))
-            for s in problem.outputs[op]:
-                self._set_use(s, self._next_read(s))
-            if self._guide and op == self._guide[0][0]:
-                self._guide.pop(0)
-                self._follow_guide()
-        self.position = len(problem.time_ns)
-        for s in sorted(problem.live_at_end):
-            self._hold((s,), 1)
-        self._bring_in(sorted(problem.live_at_end))
+            self.position = op + 1
+            for s in (*inputs, *self.problem.outputs[op]):
+                self.use[s] = self._next_need(s)
+            if self.guide and op == self.guide[0][0]:
+                self.guide.pop(0)
+                self.guided = self._guided()
+        at_end = sorted(self.problem.live_at_end)
+        self._hold(at_end, 1)
+        self._bring_in(at_end)
         return tuple(self.order)
 
-    def _next_read(self, s: int) -> float:
-        """First op after the current one that reads ``s`` when it first executes; the end where it must live then."""
+    def _guided(self) -> np.ndarray | None:
+        """Weights by which the next moment of the guide makes what it keeps dear, and what it drops cheap."""
+        if not self.guide:
+            return None
+        weights = np.full(len(self.held), 1e-4)
+        weights[list(self.guide[0][1])] = 1e4
+        return weights
+
+    def _next_need(self, s: int) -> float:
+        """The next op, at or after ``position``, that needs ``s``: reads it, or something lost that is made from it."""
         readers = self.problem.readers[s]
-        index = bisect.bisect_right(readers, self.position)
-        if index < len(readers):
-            return readers[index]
-        return len(self.problem.time_ns) if s in self.problem.live_at_end else self.never
-
-    def _set_use(self, s: int, use: float) -> None:
-        self.use[s] = use
-
-    def _follow_guide(self) -> None:
-        """Make what the next moment keeps dear, and what it does not keep cheap, to the eviction rule."""
-        self.weight[:] = 1.0
-        if self._guide:
-            moment, kept = self._guide[0]
-            self.weight[self.use > moment] = 1.0
-            self.dropped_after = float(moment)
-            self.kept = np.zeros(len(self.bytes), dtype=bool)
-            self.kept[list(kept)] = True
-        else:
-            self.dropped_after = float("inf")
-
-    # --- bringing in and executing ----------------------------------------------------------------------------
+        due = bisect.bisect_left(readers, self.position)
+        best = float(readers[due]) if due < len(readers) else self.never
+        if s in self.problem.live_at_end:
+            best = min(best, float(len(self.problem.time_ns)))
+        for reader in readers[:due]:
+            for u in self.problem.outputs[reader]:
+                if u not in self.resident and self.use[u] < best:
+                    best = float(self.use[u])
+        return best
 
     def _hold(self, storages: Iterable[int], amount: int) -> None:
         for s in storages:
@@ -109,69 +125,95 @@ class _Walk:
             self.evictable[s] = self.held[s] == 0 and s in self.resident and self.problem.storage_bytes[s] > 0
 
     def _assemble(self, op: int) -> None:
-        """Make all inputs of ``op`` resident and hold them, and make room for its outputs and workspace."""
+        """Make all inputs of ``op`` resident and hold them."""
         inputs = self.problem.inputs[op]
         self._hold(inputs, 1)
-        self._bring_in(inputs)
+        try:
+            self._bring_in(inputs)
+        except OutOfBudgetError:
+            self._hold(inputs, -1)
+            raise
 
-    def _bring_in(self, storages: Iterable[int]) -> None:
-        """Make the storages resident, each held by the caller; those that take most to rebuild come first."""
-        missing = [s for s in storages if s not in self.resident]
-        while missing:
-            costs = {s: missing_ops(self.problem, (s,), self.resident) for s in missing}
-            s = max(missing, key=lambda m: (sum(self.problem.time_ns[v] for v in costs[m]), m))
-            ops = costs[s]
+    def _bring_in(self, storages: Sequence[int]) -> None:
+        """Make the storages, which the caller holds, resident together.
+
+        Those that take most to rebuild come first, while little else is held. Where there is no room, the other way
+        round; then by giving up those that are there and rebuilding them after the others.
+        """
+        for attempt in range(4):
+            missing = [s for s in storages if s not in self.resident]
+            if not missing:
+                return
+            if attempt >= 2:
+                self._give_up(storages)
+                missing = [s for s in storages if s not in self.resident]
+            try:
+                while missing:
+                    missing.sort(key=self._rebuild_time, reverse=attempt % 2 == 0)
+                    self._rebuild(missing[0])
+                    missing = [s for s in missing if s not in self.resident]
+            except OutOfBudgetError:
+                if attempt == 3 or len(self.order) >= self.execution_limit:
+                    raise
+
+    def _give_up(self, storages: Iterable[int]) -> None:
+        """Drop those that can be rebuilt and that no other op being assembled holds."""
+        for s in storages:
+            if s in self.resident and self.held[s] == 1 and np.isfinite(self._rebuild_time(s)):
+                self._drop(s)
+
+    def _rebuild(self, s: int) -> None:
+        """Execute, in index order, what it takes to make ``s`` resident."""
+        ops = missing_ops(self.problem, (s,), self.resident)
+        stretch = sorted({u for v in ops for u in (*self.problem.inputs[v], *self.problem.outputs[v])})
+        self.pending[stretch] += 1
+        self.depth += 1
+        try:
+            if self.depth > MOST_LEVELS:
+                raise OutOfBudgetError(self.position)
             for v in ops:
-                for u in self.problem.outputs[v]:
-                    self.use[u] = min(self.use[u], self.position)
-                for u in self.problem.inputs[v]:
-                    self.use[u] = min(self.use[u], self.position)
-            for v in ops:
-                if any(u not in self.resident for u in self.problem.outputs[v]):
+                if s not in self.resident and any(u not in self.resident for u in self.problem.outputs[v]):
                     self._assemble(v)
                     self._execute(v)
-            for v in ops:
-                for u in (*self.problem.outputs[v], *self.problem.inputs[v]):
-                    self.use[u] = self._next_need(u)
-            missing = [m for m in missing if m not in self.resident]
-
-    def _next_need(self, s: int) -> float:
-        """Next direct read, counting one by the current op, or the first need of an evicted storage made from ``s``."""
-        readers = self.problem.readers[s]
-        index = bisect.bisect_left(readers, self.position)
-        best = float(readers[index]) if index < len(readers) else float(self.never)
-        if s in self.problem.live_at_end:
-            best = min(best, len(self.problem.time_ns))
-        for reader in readers[: bisect.bisect_left(readers, self.position)]:
-            for u in self.problem.outputs[reader]:
-                if u not in self.resident:
-                    best = min(best, float(self.use[u]))
-        return best
+        finally:
+            self.depth -= 1
+            self.pending[stretch] -= 1
+        for u in stretch:
+            self.use[u] = self._next_need(u)
 
     def _execute(self, op: int) -> None:
         """Execute ``op``, whose inputs are resident and held by :meth:`_assemble`, and release them."""
         problem = self.problem
-        if len(self.order) >= self.execution_limit:
-            raise OutOfBudgetError(self.position)
         for s in problem.outputs[op]:
             if s in self.resident and not self.held[s]:
                 self._drop(s)
-        grown = sum(problem.storage_bytes[s] for s in problem.outputs[op])
-        self._make_room(grown + problem.workspace_bytes[op])
+        try:
+            if len(self.order) >= self.execution_limit:
+                raise OutOfBudgetError(self.position)
+            self._make_room(sum(problem.storage_bytes[s] for s in problem.outputs[op]) + problem.workspace_bytes[op])
+        finally:
+            self._hold(problem.inputs[op], -1)
         self.order.append(op)
         for s in problem.outputs[op]:
             if s not in self.resident:
                 self.resident.add(s)
                 self.live += problem.storage_bytes[s]
-            self.evictable[s] = self.held[s] == 0 and problem.storage_bytes[s] > 0
-        self._hold(problem.inputs[op], -1)
-
-    # --- evicting ---------------------------------------------------------------------------------------------
+        self._hold(problem.outputs[op], 0)
 
     def _drop(self, s: int) -> None:
+        """Drop ``s``; what it is made from is then needed when it is."""
+        self.use[s] = self._next_need(s)
         self.resident.discard(s)
         self.evictable[s] = False
         self.live -= self.problem.storage_bytes[s]
+        stack = [s] if self.use[s] < self.never else []
+        while stack:
+            t = stack.pop()
+            for u in self.problem.inputs[self.problem.producer[t]]:
+                if self.use[t] < self.use[u]:
+                    self.use[u] = self.use[t]
+                    if u not in self.resident:
+                        stack.append(u)
 
     def _make_room(self, size: int) -> None:
         """Evict until ``size`` more bytes fit."""
@@ -180,91 +222,103 @@ class _Walk:
             if victim is None:
                 raise OutOfBudgetError(self.position)
             self._drop(victim)
-            self._support(victim)
-
-    def _support(self, s: int) -> None:
-        """After ``s`` was evicted, what it is made from is needed when it is."""
-        stack = [(s, float(self.use[s]))]
-        while stack:
-            t, use = stack.pop()
-            if use >= self.never:
-                continue
-            for u in self.problem.inputs[self.problem.producer[t]]:
-                if use < self.use[u]:
-                    self.use[u] = use
-                    if u not in self.resident:
-                        stack.append((u, use))
 
     def _victim(self) -> int | None:
-        """The storage whose eviction costs least; costs are brought up to date for those that come first."""
+        """The storage whose eviction costs least; what is known of those that come first is brought up to date."""
         indices = np.flatnonzero(self.evictable)
-        if not len(indices):
-            return None
-        distance = np.maximum(self.use[indices] - self.position, 0.5)
-        factor = 1.0 / (self.bytes[indices] * distance)
-        factor[self.use[indices] >= self.never] *= 1e-9
-        if self._guide:
-            beyond = self.use[indices] > self.dropped_after
-            kept = self.kept[indices]
-            factor[beyond & ~kept] *= 1e-4
-            factor[beyond & kept] *= 1e4
-        scores = factor * self.rebuild[indices]
+        scores = self._scores(indices)
         for _ in range(len(indices)):
             best = int(np.argmin(scores))
-            if not np.isfinite(scores[best]):
+            score = scores[best]
+            if not np.isfinite(score):
                 return None
             s = int(indices[best])
+            self.use[s] = self._next_need(s)
             cost = self._rebuild_time(s)
-            if cost <= self.rebuild[s] * 1.0001:
-                self.rebuild[s] = max(cost, 1.0)
-                if np.isfinite(cost):
-                    return s
             if np.isfinite(cost):
                 self.rebuild[s] = cost
-            scores[best] = factor[best] * cost
+                fresh = self._scores(indices[best : best + 1])[0]
+                if fresh <= score * 1.001:
+                    return s
+                scores[best] = fresh
+            else:
+                scores[best] = np.inf
         return None
 
+    def _scores(self, indices: np.ndarray) -> np.ndarray:
+        """Score of each storage: the least is evicted first. Those that nothing needs come before all others."""
+        rule = self.rule
+        use = self.use[indices]
+        distance = np.maximum(use - self.position, 0.5)
+        scores = self.rebuild[indices] ** rule.time / (self.size[indices] * distance**rule.distance)
+        scores[use >= self.never] *= 1e-12
+        scores[self.pending[indices] > 0] *= 1e9
+        if self.guided is not None:
+            later = use > self.guide[0][0]
+            scores[later] *= self.guided[indices][later]
+        return scores
+
     def _rebuild_time(self, s: int) -> float:
-        """Time of all ops that it takes to produce ``s`` again once evicted; infinite where that is impossible."""
+        """Time of all ops that it takes to produce ``s`` again were it lost; infinite where that is impossible."""
         if self.use[s] >= self.never:
             return 1.0
+        there = s in self.resident
+        self.resident.discard(s)
         try:
-            self.resident.discard(s)
-            ops = missing_ops(self.problem, (s,), self.resident)
+            return 1.0 + sum(self.problem.time_ns[v] for v in missing_ops(self.problem, (s,), self.resident))
         except ValueError:
             return float("inf")
         finally:
-            self.resident.add(s)
-        return float(sum(self.problem.time_ns[v] for v in ops) + 1)
+            if there:
+                self.resident.add(s)
 
 
-def rematerialised_order(problem: Problem, guide: Decisions | None = None, *, improve: bool = True) -> tuple[int, ...]:
+def rematerialised_order(
+    problem: Problem, guide: Decisions | None = None, *, rule: EvictionRule = RULES[0], improve: bool = True
+) -> tuple[int, ...]:
     """Order of executions whose live bytes, with frees after last use, never exceed the budget; pruned.
 
     Args:
         problem: what to schedule.
         guide: decisions of a moments model: what they keep is evicted last, what they drop first.
+        rule: the eviction score.
         improve: whether to prune the order.
 
     Raises:
         OutOfBudgetError: the walk found no room for an op, which proves nothing about other schedules.
 
     """
-    walk = _Walk(problem, guide, execution_limit=30 * len(problem.time_ns) + 200)
+    walk = _Walk(problem, rule, guide, execution_limit=30 * len(problem.time_ns) + 200)
     order = walk.run()
     return prune(problem, order) if improve else order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rematerialiser:
-    """Heuristic solver: the strict-budget walk, then pruning. Proves no bound beyond the keep-all time."""
+    """Heuristic solver: the strict-budget walk under several eviction rules. Proves nothing but the keep-all time.
+
+    Attributes:
+        rules: eviction rules to try; the fastest plan is returned.
+
+    """
+
+    rules: tuple[EvictionRule, ...] = RULES
 
     def solve(self, problem: Problem) -> Solution:
-        """Return the walk's schedule, ``OPTIMAL`` only where it recomputes nothing, or ``INFEASIBLE``."""
+        """Return the fastest plan, ``OPTIMAL`` only where it recomputes nothing, or ``INFEASIBLE`` without proof."""
         start = time.perf_counter()
-        try:
-            order = rematerialised_order(problem)
-        except OutOfBudgetError as error:
+        best: tuple[int, tuple[int, ...]] | None = None
+        stuck = 0
+        for rule in self.rules:
+            try:
+                order = rematerialised_order(problem, rule=rule)
+            except OutOfBudgetError as error:
+                stuck = max(stuck, error.op)
+                continue
+            taken = sum(problem.time_ns[op] for op in order)
+            if best is None or taken < best[0]:
+                best = (taken, order)
+        if best is None:
             return Solution(
                 status=Status.INFEASIBLE,
                 steps=(),
@@ -273,9 +327,9 @@ class Rematerialiser:
                 lower_bound_ns=problem.keep_all_time_ns,
                 solver="rematerialise",
                 solve_seconds=time.perf_counter() - start,
-                message=f"no room for {problem.describe_op(min(error.op, len(problem.time_ns) - 1))}",
+                message=f"the walk found no room for {problem.describe_op(min(stuck, len(problem.time_ns) - 1))}",
             )
-        steps = with_frees(problem, order)
+        steps = with_frees(problem, best[1])
         simulation = simulate(problem, steps)
         optimal = simulation.step_time_ns == problem.keep_all_time_ns
         return Solution(
