@@ -1,0 +1,214 @@
+"""``make demo``: train a 12-layer GPT-2 on real text under half of its activation memory, on the CPU.
+
+Three copies of one model train on the same batches with the same seeds, in turns: plain, scheduled under the budget,
+and with ``torch.utils.checkpoint`` around each block. Printed are the plan, the losses of each step, and for each copy
+the step time (forward and backward, median) and the measured peak; the plan and its picture go to ``demo-output/``.
+The exit status is 1 if the scheduled losses differ from the plain ones, if a measured peak is over the budget, or if it
+is more than 1 % away from the predicted one.
+
+The text is the language reference that ships with Python (``pydoc_data.topics``), read as bytes. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from pydoc_data.topics import topics
+
+import torch
+import transformers
+from torch import Tensor
+
+from scheduler import measure_peak, schedule
+from scheduler.units import format_bytes
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One copy of the model with its optimizer, and what was measured of it."""
+
+    name: str
+    model: transformers.GPT2LMHeadModel
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    peaks: list[int] = dataclasses.field(default_factory=list)
+
+    def train_step(self, step: int, batch: Tensor, *, measure: bool) -> None:
+        """Forward, backward and optimizer step. The randomness depends on ``step`` alone."""
+        torch.manual_seed(step)
+
+        def forward_backward() -> Tensor:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            return loss
+
+        if measure:
+            held: list[Tensor] = []
+            peak = measure_peak(lambda: held.append(forward_backward()), resident=(self.model, self.optimizer, batch))
+            self.peaks.append(peak.peak_bytes)
+            loss = held[0]
+        else:
+            start = time.perf_counter()
+            loss = forward_backward()
+            self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median time of forward and backward over the steps that were not measured for memory."""
+        return statistics.median(self.seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest measured peak."""
+        return max(self.peaks)
+
+
+def read_text() -> Tensor:
+    """The text as bytes, in a one-dimensional tensor of int64 tokens."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
+
+
+def make_batch(text: Tensor, step: int, options: argparse.Namespace) -> Tensor:
+    """Random excerpts, (batch, tokens)."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    starts = torch.randint(len(text) - options.tokens, (options.batch,), generator=generator)
+    return torch.stack([text[start : start + options.tokens] for start in starts])
+
+
+def make_contestant(name: str, model: transformers.GPT2LMHeadModel) -> Contestant:
+    """A copy of the model with an optimizer of its own."""
+    own = copy.deepcopy(model).train()
+    return Contestant(name, own, torch.optim.AdamW(own.parameters(), lr=6e-4))
+
+
+def make_model(options: argparse.Namespace) -> transformers.GPT2LMHeadModel:
+    """GPT-2 with a vocabulary of bytes, seeded random weights and its usual dropout of 0.1."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=256,
+        bos_token_id=0,
+        eos_token_id=0,
+        n_positions=options.tokens,
+        n_embd=options.width,
+        n_layer=options.layers,
+        n_head=options.width // 64,
+        use_cache=False,
+        loss_type="ForCausalLM",
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def parse_options() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="Train a GPT-2 under half of its activation memory, on the CPU.")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128, help="bytes of text per sequence")
+    parser.add_argument("--steps", type=int, default=20, help="at least 3")
+    parser.add_argument("--fraction", type=float, default=0.5, help="of the activation memory, that the budget allows")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
+    options = parser.parse_args()
+    if options.steps < 3:
+        parser.error("--steps must be at least 3: two are measured for memory, the others for time")
+    return options
+
+
+def print_contestants(contestants: list[Contestant], budget: int) -> None:
+    """One line for each copy of the model, against the first."""
+    plain = contestants[0]
+    print(f"\n{'':<22}{'step time':>12}{'of plain':>10}{'measured peak':>16}{'of plain':>10}  in budget")
+    for one in contestants:
+        print(
+            f"{one.name:<22}{one.median_seconds * 1e3:>9.0f} ms{one.median_seconds / plain.median_seconds:>10.3f}"
+            f"{format_bytes(one.peak_bytes):>16}{one.peak_bytes / plain.peak_bytes:>10.3f}"
+            f"  {'yes' if one.peak_bytes <= budget else 'no'}"
+        )
+    times = len(plain.seconds)
+    print(f"(forward and backward, medians of {times} steps taken in turns; peaks are the highest of 2 steps)")
+
+
+def print_losses(plain: Contestant, scheduled: Contestant) -> bool:
+    """Loss per step of both, and whether they are the same numbers."""
+    print(f"\n{'step':>4}{'plain loss':>14}{'scheduled':>14}")
+    for step, (a, b) in enumerate(zip(plain.losses, scheduled.losses, strict=True)):
+        print(f"{step:>4}{a:>14.6f}{b:>14.6f}{'' if a == b else '   differs'}")
+    same = plain.losses == scheduled.losses
+    print(f"losses: {'equal, bit for bit' if same else 'NOT equal'}")
+    return same
+
+
+def main() -> int:
+    """Run the demo and return the exit status."""
+    options = parse_options()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    text, model = read_text(), make_model(options)
+    print(
+        f"GPT-2, {options.layers} layers × {options.width}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M "
+        f"parameters, batch {options.batch} × {options.tokens} bytes out of {len(text):,}; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread"
+    )
+    batches = [make_batch(text, step, options) for step in range(options.steps)]
+    plain, scheduled, per_block = (
+        make_contestant(name, model) for name in ("plain", "scheduled", "per-block checkpoint")
+    )
+    per_block.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    # Two steps of the plain model say how much memory there is to halve: in the second, the optimizer has its state.
+    for step in (0, 1):
+        plain.train_step(step, batches[step], measure=True)
+    static = sum(t.nbytes for t in (*plain.model.parameters(), *plain.model.buffers(), batches[0]))
+    static += sum(t.nbytes for s in plain.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+    activations = plain.peak_bytes - static
+    budget = static + int(options.fraction * activations)
+    print(
+        f"plain peak {format_bytes(plain.peak_bytes)} = {format_bytes(static)} static (parameters, optimizer, batch) "
+        f"+ {format_bytes(activations)}; budget {format_bytes(budget)} = static + {options.fraction:g} of the rest\n"
+    )
+
+    planning = time.perf_counter()
+    schedule(
+        scheduled.model,
+        budget / 1e9,
+        sample_kwargs={"input_ids": batches[0], "labels": batches[0]},
+        optimizer=scheduled.optimizer,
+    )
+    plan = scheduled.model.plan
+    print(f"captured, profiled and solved in {time.perf_counter() - planning:.1f} s\n")
+
+    contestants = [plain, scheduled, per_block]
+    for step, batch in enumerate(batches):
+        for one in contestants[1:] if step < 2 else contestants:
+            one.train_step(step, batch, measure=step < 2)
+    plan.record_measured_peak(scheduled.peak_bytes)
+    print(plan.summary())
+
+    difference = scheduled.peak_bytes / plan.peak_bytes - 1
+    print(
+        f"\nbudget {format_bytes(budget)}, predicted peak {format_bytes(plan.peak_bytes)}, "
+        f"measured peak {format_bytes(scheduled.peak_bytes)} ({difference:+.2%})"
+    )
+    print_contestants(contestants, budget)
+    same = print_losses(plain, scheduled)
+    options.output.mkdir(parents=True, exist_ok=True)
+    plan.save(options.output / "plan.json")
+    plan.plot().figure.savefig(options.output / "plan.png", dpi=150)
+    print(f"\nwrote {options.output / 'plan.json'} and {options.output / 'plan.png'}")
+    print(f"{time.perf_counter() - started:.0f} s in all")
+    return 0 if same and scheduled.peak_bytes <= budget and abs(difference) <= 0.01 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
