@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.extract import missing_ops
 from solvers.moments_model import Decisions
@@ -98,7 +99,7 @@ class _Walk:
         self._bring_in(at_end)
         return tuple(self.order)
 
-    def _guided(self) -> np.ndarray | None:
+    def _guided(self) -> NDArray[np.float64] | None:
         """Weights by which the next moment of the guide makes what it keeps dear, and what it drops cheap."""
         if not self.guide:
             return None
@@ -227,30 +228,28 @@ class _Walk:
         """The storage whose eviction costs least; what is known of those that come first is brought up to date."""
         indices = np.flatnonzero(self.evictable)
         scores = self._scores(indices)
-        for _ in range(len(indices)):
+        fresh: set[int] = set()
+        while len(indices):
             best = int(np.argmin(scores))
-            score = scores[best]
-            if not np.isfinite(score):
-                return None
             s = int(indices[best])
+            if not np.isfinite(scores[best]):
+                return None
+            if s in fresh:
+                return s
+            fresh.add(s)
             self.use[s] = self._next_need(s)
-            cost = self._rebuild_time(s)
-            if np.isfinite(cost):
-                self.rebuild[s] = cost
-                fresh = self._scores(indices[best : best + 1])[0]
-                if fresh <= score * 1.001:
-                    return s
-                scores[best] = fresh
-            else:
-                scores[best] = np.inf
+            self.rebuild[s] = self._rebuild_time(s)
+            scores[best] = self._scores(indices[best : best + 1])[0]
         return None
 
-    def _scores(self, indices: np.ndarray) -> np.ndarray:
+    def _scores(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         """Score of each storage: the least is evicted first. Those that nothing needs come before all others."""
         rule = self.rule
         use = self.use[indices]
         distance = np.maximum(use - self.position, 0.5)
-        scores = self.rebuild[indices] ** rule.time / (self.size[indices] * distance**rule.distance)
+        scores: NDArray[np.float64] = self.rebuild[indices] ** rule.time / (
+            self.size[indices] * distance**rule.distance
+        )
         scores[use >= self.never] *= 1e-12
         scores[self.pending[indices] > 0] *= 1e9
         if self.guided is not None:
