@@ -79,7 +79,7 @@ class ExactSolver:
             model = _StagedModel(problem, slack)
             left = self.time_limit_s - (time.perf_counter() - started)
             result = model.milp.solve(absolute_gap=max(100 * self.gap, 1e-7), time_limit_s=left)
-            if not result.values:
+            if not result.values and model.milp.columns:
                 break
             steps = with_frees(problem, model.order(result.values))
             figures = simulate(problem, steps)
