@@ -48,11 +48,11 @@ class EvictionRule:
 
 
 RULES = (
-    EvictionRule(),
-    EvictionRule(distance=0.5),
+    EvictionRule(time=2.0, distance=0.5),  # the best first guess on transformers and convolutional networks
+    EvictionRule(time=1.5, distance=0.5),
+    EvictionRule(time=1.0, distance=1.0),
+    EvictionRule(time=4.0, size=2.0, distance=1.0),
     EvictionRule(time=0.5, distance=2.0),
-    EvictionRule(time=0.25, size=0.0, distance=2.0),
-    EvictionRule(time=2.0, size=1.0, distance=0.5),
 )
 
 
@@ -287,7 +287,7 @@ def rematerialised_order(
         OutOfBudgetError: the walk found no room for an op, which proves nothing about other schedules.
 
     """
-    walk = _Walk(problem, rule, guide, execution_limit=30 * len(problem.time_ns) + 200)
+    walk = _Walk(problem, rule, guide, execution_limit=4 * len(problem.time_ns) + 500)
     order = walk.run()
     return prune(problem, order) if improve else order
 
