@@ -85,8 +85,21 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter,
     }
 
 
-def train(make: Callable[[], Case], wrap: Wrap | None, options: TrainingOptions) -> list[dict[str, Any]]:
-    """Train from fixed seeds and record every tensor that could differ, by step and by name."""
+def _run(step: Callable[[], None], resident: tuple[Any, ...]) -> None:  # the default measures nothing
+    step()
+
+
+def train(
+    make: Callable[[], Case],
+    wrap: Wrap | None,
+    options: TrainingOptions,
+    *,
+    run_step: Callable[[Callable[[], None], tuple[Any, ...]], None] = _run,
+) -> list[dict[str, Any]]:
+    """Train from fixed seeds and record every tensor that could differ, by step and by name.
+
+    ``run_step(step, resident)`` runs one forward and backward; ``resident`` is what lives on the device before it.
+    """
     model, make_batch, loss_of = make()
     model.to(options.device)
     optimizer = options.optimizer(model.parameters())
@@ -102,16 +115,21 @@ def train(make: Callable[[], Case], wrap: Wrap | None, options: TrainingOptions)
             batch = move_batch(make_batch(seed), options.device, require_grad=options.input_gradients)
             if wrap is not None and seed == 0:
                 call = wrap(model, *batch)
-            output = call(*batch[0], **batch[1])
-            loss = loss_of(output)
-            loss.backward()
-            record[f"outputs of batch {micro}"] = _copy(output)
-            record[f"loss of batch {micro}"] = loss.detach().clone()
+            results: list[Any] = []
+
+            def step_once(call: Any = call, batch: Any = batch, results: list[Any] = results) -> None:
+                results.append(call(*batch[0], **batch[1]))
+                results.append(loss_of(results[0]))
+                results[1].backward()
+
+            run_step(step_once, (model, optimizer, batch))
+            record[f"outputs of batch {micro}"] = _copy(results[0])
+            record[f"loss of batch {micro}"] = results[1].detach().clone()
             leaves = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
             record[f"input gradients of batch {micro}"] = [
                 None if t.grad is None else t.grad.clone() for t in leaves if t.requires_grad
             ]
-            del output, loss, batch, leaves
+            del results, batch, leaves, step_once
         record["generator"] = _generator_states(options.device)
         record["gradient"] = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         record["buffer"] = {n: b.detach().clone() for n, b in model.named_buffers()}

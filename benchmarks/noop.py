@@ -1,0 +1,81 @@
+"""What scheduling costs where it has nothing to do: a budget above the plain peak, against plain eager.
+
+Passes where nothing is recomputed, the step takes at most 1.02 of plain eager's (taken in turns, median of the ratios),
+and the peak is at most that of ``torch.compile(backend="aot_eager")``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.common import Table, arguments, finish, interleave, median_ratio, write_results
+from benchmarks.sweep import make_hf_gpt2, step_peak
+from scheduler import plan_of, schedule
+from tests.models import Case, make_gpt
+
+
+def training_step(case: Case) -> Callable[[], None]:
+    """Forward, backward and dropping of the gradients, always on the same batch."""
+    args, kwargs = case.make_batch(0)
+
+    def step() -> None:
+        case.loss_of(case.model(*args, **kwargs)).backward()
+        case.model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=40, seconds=240.0, model="gpt")
+
+    def make() -> Case:
+        if options.model == "hf":
+            return make_hf_gpt2()
+        return make_gpt(batch=4, context=256, width=384, heads=6, layers=6, vocabulary=4096)
+
+    plain, compiled, scheduled = make(), make(), make()
+    compiled.model.compile(backend="aot_eager", fullgraph=True)
+    peaks = {"plain eager": max(step_peak(plain, seed) for seed in range(2))}
+    args, kwargs = scheduled.make_batch(0)
+    schedule(scheduled.model, f"{2 * peaks['plain eager']}B", sample_args=args, sample_kwargs=kwargs)
+    plan = plan_of(scheduled.model)
+    peaks["aot_eager"] = max(step_peak(compiled, seed) for seed in range(3))
+    peaks["scheduled"] = max(step_peak(scheduled, seed) for seed in range(3))
+    steps = {
+        "plain eager": training_step(plain),
+        "aot_eager": training_step(compiled),
+        "scheduled": training_step(scheduled),
+    }
+    times = interleave(steps, rounds=options.rounds, warm_up=3, seconds=options.seconds)
+    parameters = sum(p.numel() for p in plain.model.parameters())
+    table = Table(
+        f"Step of a GPT of {parameters / 1e6:.0f} M parameters without anything to recompute",
+        ("step", "median ms", "ratio to plain", "peak MB"),
+    )
+    for name in steps:
+        table.add(
+            name,
+            f"{1e3 * statistics.median(times[name]):.2f}",
+            f"{median_ratio(times, name, 'plain eager'):.4f}",
+            f"{peaks[name] / 1e6:.2f}",
+        )
+    table.show()
+    failures = []
+    if plan is None or not plan.is_noop:
+        failures.append("the plan recomputes something, or there is none")
+    ratio = median_ratio(times, "scheduled", "plain eager")
+    if ratio > 1.02:
+        failures.append(f"step time ratio {ratio:.4f}")
+    if peaks["scheduled"] > peaks["aot_eager"]:
+        failures.append(f"peak {peaks['scheduled']:,} B > aot_eager's {peaks['aot_eager']:,} B")
+    if not options.no_write:
+        note = f"{len(times['scheduled'])} rounds, taken in turns; torch {torch.__version__}"
+        print(write_results("noop", "Overhead where nothing is recomputed", [table], [note]))
+    finish(failures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Budgets of the test models, and trainings under them, measured once and shared by the tests that look at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from scheduler import Infeasible, Plan, measure_peak, schedule, unschedule
+from tests.models import MODELS, Case
+from tests.training import TrainingOptions, Wrap, differences, spread, train
+
+# Shares of the way from the floor to the keep-all peak, and one budget that binds nothing.
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+UNLIMITED = "100TB"
+TIME_LIMIT_S = 5.0
+
+
+def exactly(size: int) -> str:
+    """A budget of so many bytes, as ``schedule`` reads it."""
+    return f"{size}B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bytes between which the budget matters: least one with a plan, and the peak of keeping everything."""
+
+    floor_bytes: int
+    keep_all_peak_bytes: int
+
+    def at(self, fraction: float) -> str:
+        """Budget at a share of the way up; 0 is the floor, 1 the keep-all peak."""
+        budgets = spread(self.floor_bytes, self.keep_all_peak_bytes, 101)
+        return exactly(budgets[round(100 * fraction)])
+
+
+def range_of(case: Case, **options: Any) -> Range:
+    """Find floor and keep-all peak of a model by asking for a byte and for everything; leaves the model plain."""
+    args, kwargs = case.make_batch(0)
+    options = {"time_limit_s": TIME_LIMIT_S, **options}
+    try:
+        schedule(case.model, exactly(1), sample_args=args, sample_kwargs=kwargs, **options)
+    except Infeasible as infeasible:
+        floor = infeasible.floor_bytes
+    else:
+        raise AssertionError("a budget of one byte was accepted")
+    assert floor is not None, "no floor was found"
+    schedule(case.model, UNLIMITED, sample_args=args, sample_kwargs=kwargs, **options)
+    peak = case.model.plan.keep_all_peak_bytes
+    unschedule(case.model)
+    return Range(floor, peak)
+
+
+@functools.cache
+def model_range(name: str) -> Range:
+    """Range of one of the four test models at its default size."""
+    return range_of(MODELS[name]())
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledRun:
+    """What a training under a budget gave.
+
+    Attributes:
+        differences: against the plain training, bit for bit.
+        plan: the plan the model ran.
+        peaks: measured peak bytes of each step's forward and backward, the first step included.
+
+    """
+
+    differences: list[str]
+    plan: Plan
+    peaks: list[int]
+
+
+@functools.cache
+def scheduled_run(name: str, fraction: float) -> ScheduledRun:
+    """Train a test model plain and under a budget; the plan is made in advance, from the first batch."""
+    return run_under(MODELS[name], model_range(name).at(fraction))
+
+
+def bounded(budget: str) -> Wrap:
+    """Wrap that bounds a model in place and plans on its first call."""
+    return lambda model, args, kwargs: schedule(model, budget, time_limit_s=TIME_LIMIT_S)
+
+
+def run_under(make: Callable[[], Case], budget: str, *, options: TrainingOptions | None = None) -> ScheduledRun:
+    """Train plain and under ``budget``, and measure each scheduled step."""
+    options = options or TrainingOptions()
+    plans: list[Plan] = []
+    peaks: list[int] = []
+
+    def wrap(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+        scheduled = schedule(model, budget, sample_args=args, sample_kwargs=kwargs, time_limit_s=TIME_LIMIT_S)
+        plans.append(scheduled.plan)
+        return scheduled
+
+    def measured(step: Callable[[], None], resident: tuple[Any, ...]) -> None:
+        peaks.append(measure_peak(step, resident=resident).peak_bytes)
+
+    plain = train(make, None, options)
+    wrapped = train(make, wrap, options, run_step=measured)
+    return ScheduledRun(differences(plain, wrapped), plans[0], peaks)
+
+
+def measured_peak(model: nn.Module, case: Case, seed: int = 0, *, resident: tuple[Any, ...] = ()) -> int:
+    """Peak bytes of one forward and backward; the output lives to the end of the step."""
+    batch = case.make_batch(seed)
+
+    def step() -> Any:
+        output = model(*batch[0], **batch[1])
+        case.loss_of(output).backward()
+        return output
+
+    return measure_peak(step, resident=(model, batch, *resident)).peak_bytes
