@@ -82,7 +82,8 @@ def profiled(
         spec = _nearest_spec(device)
         estimates = {key: estimate(node, spec) for key, node in missing.items()}
         order = sorted(missing, key=lambda key: -counts[key] * estimates[key][0])
-        session = _Session(device, {key: missing[key] for key in order}, time_budget_s, progress)
+        retarget = not any(t.device.type == device.type for node in representatives.values() for t in _tensors_of(node))
+        session = _Session(device, {key: missing[key] for key in order}, retarget, time_budget_s, progress)
         measured = session.run()
         if measured:
             cache.add(measured)
@@ -125,6 +126,7 @@ class _Session:
 
     device: torch.device
     ops: Mapping[str, fx.Node]
+    retarget: bool
     time_budget_s: float
     progress: Progress | None
     measured: dict[str, Measured] = dataclasses.field(default_factory=dict)
@@ -159,8 +161,7 @@ class _Session:
 
     def _measure_all(self) -> None:
         deadline = time.monotonic() + self.time_budget_s
-        types = {t.device.type for n in self.ops.values() for t in _tensors_of(n)}
-        sampler = Sampler(self.device, retarget=self.device.type not in types)
+        sampler = Sampler(self.device, retarget=self.retarget)
         late: list[str] = []
         for done, (key, node) in enumerate(self.ops.items(), start=1):
             if self.stopped:
@@ -189,7 +190,8 @@ class _Session:
             target: Any = node.target
             self.measured[key] = measure_call(lambda: target(*args, **kwargs), self.device)
         except Exception as error:  # noqa: BLE001 - whatever an op raises, training must not end by it
-            return f"it does not run on made-up arguments ({type(error).__name__}: {str(error).splitlines()[0:1]})"
+            first_line = str(error).partition("\n")[0]
+            return f"it does not run on made-up arguments ({type(error).__name__}: {first_line})"
         return None
 
 
