@@ -104,9 +104,16 @@ def make_model(options: argparse.Namespace) -> transformers.GPT2LMHeadModel:
         n_layer=options.layers,
         n_head=options.width // 64,
         use_cache=False,
-        loss_type="ForCausalLM",
     )
-    return transformers.GPT2LMHeadModel(config)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default, said so that transformers does not warn about it
+    return model
+
+
+def checkpoint_each_block(model: transformers.GPT2LMHeadModel) -> None:
+    """Put ``torch.utils.checkpoint`` around each block, under the name that this version of transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def parse_options() -> argparse.Namespace:
@@ -164,7 +171,7 @@ def main() -> int:
     plain, scheduled, per_block = (
         make_contestant(name, model) for name in ("plain", "scheduled", "per-block checkpoint")
     )
-    per_block.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_each_block(per_block.model)
 
     # Two steps of the plain model say how much memory there is to halve: in the second, the optimizer has its state.
     for step in (0, 1):
