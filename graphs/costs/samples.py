@@ -51,22 +51,20 @@ class Sampler:
 
         """
         bounds = _integer_bounds(node)
-        made: dict[fx.Node, Any] = {}
+        made = {argument: self._argument(argument, bounds.get(argument, 1)) for argument in node.all_input_nodes}
+        return tuple(self._put(a, made) for a in node.args), {k: self._put(a, made) for k, a in node.kwargs.items()}
 
-        def make(argument: Any) -> Any:
-            if isinstance(argument, fx.Node):
-                if argument not in made:
-                    made[argument] = self._argument(argument, bounds.get(argument, 1))
-                return made[argument]
-            if isinstance(argument, list | tuple):
-                return [make(a) for a in argument]
-            if isinstance(argument, dict):
-                return {key: make(value) for key, value in argument.items()}
-            if isinstance(argument, torch.device):
-                return self._place(argument)
-            return argument
-
-        return tuple(make(a) for a in node.args), {name: make(a) for name, a in node.kwargs.items()}
+    def _put(self, argument: Any, made: Mapping[fx.Node, Any]) -> Any:
+        """An argument with what was made for each node in its place."""
+        if isinstance(argument, fx.Node):
+            return made[argument]
+        if isinstance(argument, list | tuple):
+            return [self._put(a, made) for a in argument]
+        if isinstance(argument, dict):
+            return {key: self._put(value, made) for key, value in argument.items()}
+        if isinstance(argument, torch.device):
+            return self._place(argument)
+        return argument
 
     def _argument(self, node: fx.Node, bound: int) -> Any:
         if "val" not in node.meta:
