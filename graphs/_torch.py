@@ -7,13 +7,27 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["HigherOrderOperator", "OpOverload", "disable_thread_profiler", "enable_thread_profiler", "schema_of"]
+__all__ = [
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "disable_thread_profiler",
+    "enable_thread_profiler",
+    "schema_of",
+    "storage_identity",
+]
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """Schema of an op: its arguments and results, and which of them alias or are written."""
     return op._schema
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """A number that two live tensors share if and only if they share their storage; fake tensors too."""
+    return tensor.untyped_storage()._cdata
 
 
 # The per-thread profiler behind torch.autograd.profiler_legacy. The public torch.profiler keeps one session per

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphs import recomputability
+from graphs._torch import schema_of, storage_identity
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
@@ -42,6 +43,7 @@ class Capture:
         backward_outputs: what the backward returns, in order (nodes or ``None``).
         rng_state_ops: for each random op the op that records the generator's state before it.
         snapshots: for each snapshot op the placeholder of the static tensor that it copies.
+        overwritten_inputs: positions of the primals that the step writes to.
         device: the device whose memory is scheduled.
 
     """
@@ -54,6 +56,7 @@ class Capture:
     backward_outputs: tuple[Any, ...]
     rng_state_ops: Mapping[int, int]
     snapshots: Mapping[int, fx.Node]
+    overwritten_inputs: tuple[int, ...]
     device: torch.device
 
     @property
@@ -145,6 +148,7 @@ class _Builder:
         self.storage_of: dict[fx.Node, int] = {}
         self.rng_state_ops: dict[int, int] = {}
         self.snapshots: dict[int, fx.Node] = {}
+        self.overwritten: set[fx.Node] = set()
 
     def build(self, input_kinds: Sequence[StorageKind], name: str) -> Capture:
         """Run the pass."""
@@ -174,6 +178,7 @@ class _Builder:
             backward_outputs=self.backward_outputs,
             rng_state_ops=self.rng_state_ops,
             snapshots=self.snapshots,
+            overwritten_inputs=tuple(i for i, node in enumerate(primals) if node in self.overwritten),
             device=self.device,
         )
 
@@ -189,6 +194,7 @@ class _Builder:
             writers = [u for u in placeholder.users if _writes_to(u, placeholder)]
             if not writers and not self._is_written_outside(placeholder):
                 continue
+            self.overwritten.add(placeholder)
             readers = [u for u in placeholder.users if u not in writers and u.op != "output"]
             if not readers:
                 continue
@@ -243,7 +249,7 @@ class _Builder:
         """Add the op of a call_function node, or merge it into the storage that it looks at."""
         values = list(tensors_of(node.meta.get("val")))
         self._refuse_unsupported(node)
-        identities = [v.untyped_storage()._cdata for v in values]
+        identities = [storage_identity(v) for v in values]
         is_view = node.target is operator.getitem or (
             bool(values) and not _has_effect(node) and all(i in self.by_identity for i in identities)
         )
@@ -264,9 +270,7 @@ class _Builder:
         inputs = {self.storage_of[i] for i in node.all_input_nodes if i in self.storage_of}
         for container in node.all_input_nodes:  # an op that takes a whole list of views
             if container not in self.storage_of:
-                inputs.update(
-                    self.by_identity[t.untyped_storage()._cdata] for t in tensors_of(container.meta.get("val"))
-                )
+                inputs.update(self.by_identity[storage_identity(t)] for t in tensors_of(container.meta.get("val")))
         reason = recomputability.reason_not_recomputable(node, path, self.never_recompute)
         if node in snapshot_nodes:
             reason = f"reads {snapshot_nodes[node].name}, which the step overwrites"
@@ -293,7 +297,7 @@ class _Builder:
             self.rng_state_ops[len(self.ops)] = len(self.ops) - 1
         outputs = []
         for position, value in enumerate(values):
-            identity = value.untyped_storage()._cdata
+            identity = storage_identity(value)
             if identity not in self.by_identity:
                 label = node.name if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{position}]"
                 size = storage_bytes(value, self.device)
@@ -336,7 +340,7 @@ class _Builder:
                     f"the step takes {node.name} as a symbolic number; a plan is for fixed shapes: pass static shapes"
                 )
             return
-        identity = value.untyped_storage()._cdata
+        identity = storage_identity(value)
         if identity not in self.by_identity:
             self.by_identity[identity] = len(self.storages)
             size = storage_bytes(value, self.device)
@@ -348,7 +352,7 @@ class _Builder:
         for node in self.joint.graph.nodes:
             if not _is_tangent(node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
-            identity = node.meta["val"].untyped_storage()._cdata
+            identity = storage_identity(node.meta["val"])
             if identity not in self.by_identity:
                 size = storage_bytes(node.meta["val"], self.device)
                 self.by_identity[identity] = self._new_storage(node.name, size, StorageKind.TANGENT, "")
@@ -403,7 +407,7 @@ def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
     """Whether a node mutates this placeholder through an argument that its schema marks as written."""
     if not recomputability.is_mutating(node):
         return False
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node.target)  # type: ignore[union-attr]
     for position, argument in enumerate(schema.arguments):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:

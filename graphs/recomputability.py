@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from graphs._torch import OpOverload, schema_of
+
 #: Ops that select by value. Ties and NaNs may resolve differently when they run again, on some devices.
 SELECTION_OPS = frozenset(
     {
@@ -42,9 +44,9 @@ PURE_NAMESPACES = frozenset({"aten", "prims"})
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a generator (ops with a dropout probability of 0 do not)."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         value = (
             node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
         )
@@ -58,7 +60,7 @@ def is_random(node: fx.Node) -> bool:
 def is_mutating(node: fx.Node) -> bool:
     """Whether the op writes to one of its arguments."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and schema_of(target).is_mutable
 
 
 def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Sequence[str]) -> str:
@@ -73,9 +75,9 @@ def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Se
     """
     target = node.target
     name = str(target)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return f"{name} is not an operator with a schema: it may have side effects"
-    base = target._schema.name.split("::")[-1]
+    base = schema_of(target).name.split("::")[-1]
     candidates = (name, name.rsplit(".", 1)[0], base)
     for pattern in never_recompute:
         inside = fnmatch.fnmatchcase(module_path, pattern) or fnmatch.fnmatchcase(module_path, pattern + ".*")
@@ -85,7 +87,7 @@ def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Se
         return "writes to its argument"
     if target.namespace not in PURE_NAMESPACES:
         return f"custom operator {name}: not known to give the same result twice"
-    if base in SELECTION_OPS or (base in ("max", "min") and len(target._schema.returns) > 1):
+    if base in SELECTION_OPS or (base in ("max", "min") and len(schema_of(target).returns) > 1):
         return f"{base} selects by value: ties may resolve differently when it runs again"
     if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
         return f"{base}: its result's shape or value steers the program"

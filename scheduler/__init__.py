@@ -1,1 +1,29 @@
-"""Train any PyTorch module under a real peak-memory budget."""
+"""Train any PyTorch module under a real peak-memory budget.
+
+>>> from scheduler import schedule
+>>> model = schedule(model, budget_gb=16)        # doctest: +SKIP
+"""
+
+from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
+from scheduler.api import graphs_of, plan, plan_of, schedule, unschedule
+from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
+from scheduler.memory import PeakMemory, measure_peak
+from scheduler.plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "CheckpointSchedulerError",
+    "Infeasible",
+    "PeakMemory",
+    "Plan",
+    "PlanFormatError",
+    "PlanMismatch",
+    "UnsupportedModelError",
+    "graphs_of",
+    "measure_peak",
+    "plan",
+    "plan_of",
+    "schedule",
+    "unschedule",
+]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs._torch import OpOverload, schema_of
 from graphs.ir import StorageKind
 from graphs.joint import Capture
 from scheduler.runtime import rng
@@ -74,10 +75,10 @@ def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
 
 def _late_readers(capture: Capture, steps: Sequence[Step]) -> frozenset[int]:
     """Snapshot ops that are read after the static tensor that they copy may have been overwritten."""
-    if not capture.snapshots:
-        return frozenset()
+    results = [n for n in (*capture.forward_outputs, *capture.backward_outputs) if isinstance(n, fx.Node)]
+    returned = {capture.storage_of[n] for n in results if n in capture.storage_of}
+    late = {op for op in capture.snapshots if capture.graph.ops[op].outputs[0] in returned}
     written: set[fx.Node] = set()
-    late: set[int] = set()
     snapshot_of = {capture.graph.ops[op].outputs[0]: op for op in capture.snapshots}
     in_backward = False
     for step in steps:
@@ -89,7 +90,7 @@ def _late_readers(capture: Capture, steps: Sequence[Step]) -> frozenset[int]:
             if snapshot is not None and (in_backward or capture.snapshots[snapshot] in written):
                 late.add(snapshot)
         node = capture.nodes[step.op]
-        if node is not None and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if node is not None and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
             written.update(node.all_input_nodes)
     return frozenset(late)
 

@@ -1,0 +1,117 @@
+"""Every private torch name that the scheduler uses, in one place. Checked with torch 2.13 (CPU)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = [
+    "BackendCompilerFailed",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Unsupported",
+    "UserError",
+    "boxed",
+    "capture_config",
+    "compile_joint",
+    "compiled_node_of",
+    "unset_fake_temporarily",
+]
+
+_LOGGER_METHODS = (
+    *("debug", "info", "warning", "warn", "error", "critical", "exception", "log"),
+    *("debug_once", "info_once", "warning_once", "warning_advice"),
+)
+
+
+def boxed(module: fx.GraphModule, _example_inputs: Sequence[Any] = ()) -> Callable[[list[Any]], Any]:
+    """Make a graph take its inputs as one list that it empties, so that each can be freed after its last use."""
+    transformer = module.graph._codegen._body_transformer
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.graph._codegen._body_transformer = transformer
+    module.recompile()
+    forward = module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def compile_joint(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[..., Any]:
+    """Trace a Dynamo graph's joint forward and backward, have ``partition`` split it, and make the halves callable.
+
+    Args:
+        gm: graph that Dynamo hands to a backend.
+        example_inputs: its inputs.
+        partition: called as ``partition(joint, joint_inputs, num_fwd_outputs=...)``; other keywords are dropped.
+
+    """
+
+    def partition_fn(
+        joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+    # Donated buffers would forbid retain_graph; nothing here reuses the bytes of a saved tensor.
+    with torch._functorch.config.patch(donated_buffer=False):
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=boxed,
+            bw_compiler=boxed,
+            partition_fn=partition_fn,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+    return compiled
+
+
+def capture_config() -> contextlib.AbstractContextManager[None]:
+    """Dynamo's settings while a scheduled module runs: logging breaks no graph, hooks added later are seen."""
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        skip_nnmodule_hook_guards=False,
+        recompile_limit=256,
+        accumulated_recompile_limit=1024,
+        ignore_logging_functions=_LoggingMethods(torch._dynamo.config.ignore_logging_functions),
+    )
+
+
+class _LoggingMethods(set[Any]):
+    """The set of all methods of all loggers, without listing them."""
+
+    def __contains__(self, function: object) -> bool:
+        name = getattr(function, "__name__", "")
+        owner = getattr(function, "__self__", None)
+        return super().__contains__(function) or (isinstance(owner, logging.Logger) and name in _LOGGER_METHODS)
+
+
+def compiled_node_of(outputs: Sequence[Any]) -> Any:
+    """The autograd node of an AOTAutograd-compiled function, found from its outputs; ``None`` where no gradient flows."""
+    pending = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node.name().startswith("CompiledFunction"):
+            return node
+        pending.extend(n for n, _ in node.next_functions if n is not None)
+    return None
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Run with fake tensors switched off, as real work inside a compiler needs."""
+    with unset_fake_temporarily():
+        yield

@@ -1,0 +1,185 @@
+"""The public functions: bound a module, undo it, plan without running."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from graphs.capture import fake_step
+from graphs.costs.devices import DeviceSpec
+from graphs.ir import Costs
+from scheduler.attach import Attachment, attachment_of
+from scheduler.errors import parse_budget
+from scheduler.plan import Plan
+from scheduler.planner import Settings, Solver
+
+logger = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def schedule(
+    model: ModuleT,
+    budget_gb: float | str | None = None,
+    *,
+    sample_args: Sequence[Any] = (),
+    sample_kwargs: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    costs: str | Costs = "profiled",
+    never_recompute: Sequence[str] = (),
+    plan: Plan | None = None,
+) -> ModuleT:
+    """Bound the memory of a module's training step, in place.
+
+    The module plans its step on the first call that wants gradients, with the batch of that call (or here, if samples are
+    given), and again for each new input shape, mode or dtype. Calls under ``torch.no_grad()`` run the plain module.
+
+    Args:
+        model: any module that ``torch.compile`` captures as one graph.
+        budget_gb: most bytes live at once during forward and backward, in GB (10^9 bytes) or as text (``"7.5GiB"``):
+            parameters, buffers, existing gradients, optimizer state, inputs, activations, workspaces. ``None``: the
+            device's free memory at planning time, less 5 %.
+        sample_args: positional arguments of a step, to plan at once.
+        sample_kwargs: keyword arguments of a step, to plan at once.
+        optimizer: counted in the budget with its state, allocated already or not.
+        solver: ``"auto"``, or an object with ``solve(problem) -> Solution``.
+        time_limit_s: bound on solving, in seconds.
+        gap: relative gap to the proven lower bound at which solving may stop.
+        costs: ``"profiled"``: each distinct op is timed once on the device, one at a time, and remembered on disk;
+            ``"roofline"``: estimated; or a :class:`graphs.ir.Costs` of the same step.
+        never_recompute: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``) that must run once.
+        plan: a saved plan to run instead of solving; its graph must be this step's.
+
+    Returns:
+        ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned last
+        (:func:`plan_of` where the class has attributes of these names). Scheduling again replaces the earlier schedule.
+
+    Raises:
+        BudgetError: the budget is not a positive amount of memory.
+        Infeasible: no plan was found within the budget (here with samples, else from the first call).
+        CaptureError: the step is not one graph; the message names the line.
+        TypeError: ``model`` is not a module.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"schedule() takes a torch.nn.Module, and got {type(model).__name__}")
+    settings = Settings(
+        budget_bytes=None if budget_gb is None else parse_budget(budget_gb),
+        solver=solver,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        costs=costs,
+        never_recompute=_patterns(never_recompute),
+    )
+    settings.check()
+    attachment = Attachment(model, settings, optimizer=optimizer, given=plan)
+    if sample_args or sample_kwargs:
+        attachment.plan_for(tuple(sample_args), dict(sample_kwargs or {}))
+    unschedule(model)
+    attachment.install()
+    return model
+
+
+def unschedule(model: ModuleT) -> ModuleT:
+    """Give a scheduled module back its plain call. A module that is not scheduled is returned as it is."""
+    attachment = attachment_of(model)
+    if attachment is not None:
+        attachment.remove()
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a scheduled module made last, or ``None`` before its first.
+
+    Raises:
+        ValueError: the module is not scheduled.
+
+    """
+    return _attachment(model).plan
+
+
+def graphs_of(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """The forward and backward graphs of the plan made last, or ``None`` before the first.
+
+    Raises:
+        ValueError: the module is not scheduled.
+
+    """
+    return _attachment(model).graphs
+
+
+def plan(
+    model: nn.Module,
+    budget_gb: float | str | None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str | DeviceSpec | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    solver: str | Solver = "auto",
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    costs: str | Costs = "roofline",
+    never_recompute: Sequence[str] = (),
+) -> Plan:
+    """Plan a training step without running it and without its memory: the model may lie on ``meta``.
+
+    The step is traced on fake CPU tensors, so the plan of a CUDA step differs where torch picks other kernels there
+    (attention above all): the plan says so.
+
+    Args:
+        model: any module; it is not touched.
+        budget_gb: as in :func:`schedule`; ``None`` plans without a limit.
+        args: positional arguments of a step: tensors on any device, ``meta`` included.
+        kwargs: keyword arguments of a step.
+        device: device of the roofline cost model: a name (``"h100-sxm"``) or a :class:`DeviceSpec`; ``None``: CPU.
+        optimizer: counted in the budget with its state.
+        solver: as in :func:`schedule`.
+        time_limit_s: as in :func:`schedule`.
+        gap: as in :func:`schedule`.
+        costs: ``"roofline"``, ``"profiled"`` (on this machine's CPU) or costs of the same step.
+        never_recompute: as in :func:`schedule`.
+
+    Raises:
+        Infeasible, CaptureError, BudgetError: as :func:`schedule`.
+
+    """
+    settings = Settings(
+        budget_bytes=None if budget_gb is None else parse_budget(budget_gb),
+        unlimited=budget_gb is None,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        costs=costs,
+        device_spec=device,
+        never_recompute=_patterns(never_recompute),
+    )
+    settings.check()
+    with fake_step(model, args, kwargs or {}) as (twin, fake_args, fake_kwargs):
+        attachment = Attachment(twin, settings, optimizer=optimizer)
+        attachment.plan_for(fake_args, fake_kwargs)
+    if attachment.plan is None:
+        raise ValueError(
+            f"{type(model).__name__}: nothing in this step requires grad, so that there is nothing to plan"
+        )
+    return attachment.plan
+
+
+def _patterns(never_recompute: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(never_recompute, str) or not all(isinstance(p, str) for p in never_recompute):
+        raise TypeError(f"never_recompute takes a sequence of patterns, and got {never_recompute!r}")
+    return tuple(never_recompute)
+
+
+def _attachment(model: nn.Module) -> Attachment:
+    attachment = attachment_of(model)
+    if attachment is None:
+        raise ValueError(f"{type(model).__name__} is not scheduled: call schedule(model, budget_gb) first")
+    return attachment

@@ -1,0 +1,199 @@
+"""Bounding a module in place, and undoing it.
+
+``nn.Module.__call__`` runs ``_compiled_call_impl`` where a module has one; that is the only thing that scheduling sets,
+beside a handle, the plan and the two graphs in the instance's ``__dict__``. Class, parameters, buffers, hooks and
+``state_dict`` stay what they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from graphs.errors import CaptureError, CheckpointSchedulerError
+from scheduler import _torch
+from scheduler.backend import Backend, Scheduled
+from scheduler.plan import Plan
+from scheduler.planner import Settings
+
+HANDLE: Final = "_checkpoint_schedule"
+_CALL: Final = "_compiled_call_impl"
+_PUBLISHED: Final = ("plan", "forward_graph", "backward_graph")
+
+
+class _PlannedWithoutRunningError(Exception):
+    """Ends a call whose only purpose was to plan."""
+
+
+class Attachment:
+    """What makes a module a scheduled one. Stored in the module; called instead of its plain ``__call__``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        given: Plan | None = None,
+    ) -> None:
+        self.module = module
+        self.settings = settings
+        self.optimizer = optimizer
+        self.given = given
+        self.plan: Plan | None = None
+        self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
+        self.previous_call = module.__dict__.get(_CALL)
+        self.only_plan = False
+        self._step = self._compile()
+
+    def _compile(self) -> Callable[..., Any]:
+        backend = Backend(
+            module=self.module,
+            settings=self.settings,
+            optimizer=self.optimizer,
+            given=self.given,
+            on_scheduled=self._publish,
+        )
+
+        def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            return self._unless_only_planning(backend(gm, example_inputs))
+
+        return torch.compile(_entry_point(self.module), backend=planned, fullgraph=True, dynamic=False)
+
+    def _unless_only_planning(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            if self.only_plan:
+                raise _PlannedWithoutRunningError
+            return compiled(*inputs)
+
+        return run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: scheduled where gradients are wanted, plainly elsewhere."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.module._call_impl(*args, **kwargs)  # noqa: SLF001 - what nn.Module.__call__ runs
+        with _torch.capture_config():
+            try:
+                return self._step(*args, **kwargs)
+            except _torch.BackendCompilerFailed as error:
+                inner = error.inner_exception
+                if isinstance(inner, CheckpointSchedulerError | ValueError):
+                    raise inner from None
+                raise CaptureError(f"{_name(self.module)} could not be planned: {inner!r}") from error
+            except (_torch.Unsupported, _torch.UserError) as error:
+                raise CaptureError(
+                    f"{_name(self.module)} could not be captured as one graph. {error}\n"
+                    "Move what breaks the graph out of the module's forward, or schedule the submodules around it."
+                ) from error
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Plan for a batch without running the step."""
+        self.only_plan = True
+        try:
+            self(*args, **kwargs)
+        except _PlannedWithoutRunningError:
+            pass
+        finally:
+            self.only_plan = False
+
+    def install(self) -> None:
+        """Make the module scheduled."""
+        self.module.__dict__[HANDLE] = self
+        self.module.__dict__[_CALL] = self
+        self._publish_attributes()
+
+    def remove(self) -> None:
+        """Give the module back as it was."""
+        attributes = self.module.__dict__
+        attributes.pop(HANDLE, None)
+        attributes.pop(_CALL, None)
+        if self.previous_call is not None:
+            attributes[_CALL] = self.previous_call
+        for name in _PUBLISHED:
+            if self._may_set(name):
+                attributes.pop(name, None)
+
+    def _publish(self, scheduled: Scheduled) -> None:
+        self.plan = scheduled.plan
+        self.graphs = (_as_shown(scheduled.lowered.forward), _as_shown(scheduled.lowered.backward))
+        if self.module.__dict__.get(HANDLE) is self:
+            self._publish_attributes()
+
+    def _publish_attributes(self) -> None:
+        self._set("plan", self.plan)
+        if self.graphs is not None:
+            self._set("forward_graph", self.graphs[0])
+            self._set("backward_graph", self.graphs[1])
+
+    def _may_set(self, name: str) -> bool:
+        module = self.module
+        own = (module._parameters, module._buffers, module._modules)  # noqa: SLF001 - names that nn.Module resolves
+        return not hasattr(type(module), name) and not any(name in names for names in own)
+
+    def _set(self, name: str, value: Any) -> None:
+        if self._may_set(name):
+            self.module.__dict__[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment | None:
+        """Schedule the copy of the module too. The copy does not own the optimizer: its state's bytes are not counted."""
+        twin = memo.get(id(self.module))
+        if not isinstance(twin, nn.Module):
+            return None
+        attachment = Attachment(twin, self.settings, given=self.given)
+        attachment.plan = self.plan
+        memo[id(self)] = attachment
+        twin.__dict__[_CALL] = attachment
+        return attachment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, a module stays scheduled: the loaded one plans anew on its first call."""
+        return _restore, (self.module, dataclasses.replace(self.settings))
+
+
+def _restore(module: nn.Module, settings: Settings) -> Attachment:
+    attachment = Attachment(module, settings)
+    module.__dict__[_CALL] = attachment
+    return attachment
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """The handle of a scheduled module, or ``None``."""
+    found = module.__dict__.get(HANDLE)
+    return found if isinstance(found, Attachment) else None
+
+
+def _entry_point(module: nn.Module) -> Callable[..., Any]:
+    """A function of our own for Dynamo to trace, with a code object of its own so that modules share no cache."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what nn.Module.__call__ runs
+
+    code = step.__code__.replace(co_name="step")
+    return types.FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
+
+
+class _ShownGraph(fx.GraphModule):
+    """A graph for people to read. Copies of the module share it; a pickle leaves it out."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShownGraph:
+        memo[id(self)] = self
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _as_shown(module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.copy(module)
+    graph.__class__ = type(type(module).__name__, (_ShownGraph, type(module)), {})
+    return graph
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,223 @@
+"""Which outputs a training step differentiates, and what happens when it turns out otherwise.
+
+AOTAutograd differentiates every output that requires grad and fills in zeros for gradients that do not come. For a model
+that returns its loss together with logits that would allocate, and add, a zero tensor of the logits' size. So an output
+that another, scalar output is computed from is *secondary*: the graph treats it as a constant, and it is handed to the user
+attached to a node of its own. If a gradient does reach that node, the plain step is replayed from its inputs.
+
+Where several outputs are differentiated and only some receive a gradient, parameters that none of these reach get ``None``,
+as in plain training, instead of the zeros of AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from scheduler._torch import compiled_node_of
+
+
+def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of outputs that require grad and that a scalar output is computed from."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, list | tuple)
+    scalars = [o for o in outputs if _requires_grad(o) and o.meta["example_value"].numel() == 1]
+    ancestors: set[fx.Node] = set()
+    pending = [i for o in scalars for i in o.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending.extend(node.all_input_nodes)
+    return tuple(i for i, o in enumerate(outputs) if _requires_grad(o) and o in ancestors and o.op != "placeholder")
+
+
+def detach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:
+    """The same graph, with the outputs at these positions detached."""
+    if not positions:
+        return gm
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(gm.graph, mapping)
+    original = gm.graph.output_node().args[0]
+    assert isinstance(original, list | tuple)
+    results = [mapping[o] if isinstance(o, fx.Node) else o for o in original]
+    for position in positions:
+        source = results[position]
+        results[position] = graph.call_method("detach", (source,))
+        results[position].meta = {"example_value": source.meta["example_value"].detach()}
+    output = graph.output(tuple(results))
+    output.meta = dict(gm.graph.output_node().meta)
+    detached = fx.GraphModule(gm, graph, type(gm).__name__)
+    detached.meta = dict(gm.meta)
+    return detached
+
+
+def _requires_grad(output: Any) -> bool:
+    value = output.meta.get("example_value") if isinstance(output, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepContext:
+    """What the plain step needs to run again exactly: inputs as they were, random state, autocast state.
+
+    Attributes:
+        inputs: the graph's inputs; those that the step overwrites are copies from before.
+        versions: version counters of the tensors among the inputs at that time.
+        overwritten: positions of the inputs that the step overwrites.
+        rng_states: states of the CPU generator and, where used, of CUDA's.
+        autocast: per device type whether autocast was on, and its dtype.
+
+    """
+
+    inputs: tuple[Any, ...]
+    versions: tuple[int | None, ...]
+    overwritten: frozenset[int]
+    rng_states: tuple[torch.Tensor, ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def record(cls, inputs: Sequence[Any], overwritten: Sequence[int], device: torch.device) -> StepContext:
+        """Note the state before a step."""
+        kept = tuple(x.detach().clone() if i in overwritten else x for i, x in enumerate(inputs))
+        states = (torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()))
+        kinds = {"cpu", device.type}
+        return cls(
+            inputs=kept,
+            versions=tuple(x._version if isinstance(x, torch.Tensor) else None for x in kept),  # noqa: SLF001
+            overwritten=frozenset(overwritten),
+            rng_states=states,
+            autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
+        )
+
+    def gradients(
+        self, gm: Callable[..., Sequence[Any]], device: torch.device, gradients: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Run the plain graph again and differentiate the outputs at these positions.
+
+        Returns:
+            For each input the gradient, or ``None``.
+
+        Raises:
+            RuntimeError: an input was overwritten since the forward.
+
+        """
+        for value, version in zip(self.inputs, self.versions, strict=True):
+            if isinstance(value, torch.Tensor) and value._version != version:  # noqa: SLF001
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                    f"input of shape {tuple(value.shape)} of a scheduled module is at version {value._version}, "  # noqa: SLF001
+                    f"expected version {version}"
+                )
+        leaves = [
+            (x.clone() if i in self.overwritten else x.detach()).requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor)
+            else x
+            for i, x in enumerate(self.inputs)
+        ]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            torch.set_rng_state(self.rng_states[0])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(self.rng_states[1], device)
+            with torch.enable_grad():
+                outputs = gm(*leaves)
+        wanted = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        found = torch.autograd.grad(
+            [outputs[p] for p in gradients], [x for _, x in wanted], list(gradients.values()), allow_unused=True
+        )
+        results: list[torch.Tensor | None] = [None] * len(leaves)
+        for (i, _), gradient in zip(wanted, found, strict=True):
+            results[i] = gradient
+        return results
+
+
+class _Secondary(torch.autograd.Function):
+    """Attaches secondary outputs to the inputs; its backward replays the plain step."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Callable[..., Any], outputs: list[Any], positions: Any, *_inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.replay = replay
+        ctx.positions = positions
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = {p: g for p, g in zip(ctx.positions, gradients, strict=True) if g is not None}
+        return (None, None, None, *ctx.replay(given))
+
+
+def attach_secondary(
+    outputs: Sequence[Any],
+    positions: Sequence[int],
+    inputs: Sequence[Any],
+    replay: Callable[[dict[int, torch.Tensor]], list[torch.Tensor | None]],
+) -> list[Any]:
+    """Give the detached outputs at ``positions`` their place in autograd's graph."""
+    results = list(outputs)
+    attached = _Secondary.apply(replay, [outputs[p] for p in positions], tuple(positions), *inputs)
+    for position, value in zip(positions, attached, strict=True):
+        results[position] = value
+    return results
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """Which differentiated outputs each gradient depends on.
+
+    Attributes:
+        outputs: for each differentiated output its position among the compiled function's results.
+        gradients: for each input of the compiled function the positions of the outputs that its gradient depends on.
+
+    """
+
+    outputs: frozenset[int]
+    gradients: tuple[frozenset[int], ...]
+
+    @classmethod
+    def of(cls, joint: fx.GraphModule, num_forward_outputs: int) -> Reach:
+        """Follow the dependencies of a joint graph."""
+        output_node = joint.graph.output_node()
+        descriptions = list(output_node.meta.get("desc") or ())[:num_forward_outputs]
+        reach: dict[fx.Node, frozenset[int]] = {}
+        for node in joint.graph.nodes:
+            if node.op == "placeholder" and node.name.startswith("tangents_"):
+                described = getattr(node.meta.get("desc"), "output", None)
+                reach[node] = frozenset({descriptions.index(described)} if described in descriptions else {-1})
+            elif node.op != "output":
+                reach[node] = frozenset().union(*(reach[i] for i in node.all_input_nodes))
+        results = output_node.args[0]
+        assert isinstance(results, list | tuple)
+        gradients = [reach[r] if isinstance(r, fx.Node) else frozenset() for r in results[num_forward_outputs:]]
+        return cls(frozenset().union(*gradients), tuple(gradients))
+
+    @property
+    def is_partial_possible(self) -> bool:
+        """Whether some backward can leave out outputs that some gradient depends on."""
+        return len(self.outputs) > 1 and -1 not in self.outputs
+
+    def apply_to(self, outputs: Sequence[Any]) -> None:
+        """Have the gradients of this call be ``None`` where no output that received a gradient reaches them."""
+        node = compiled_node_of(outputs)
+        if node is None:
+            return
+        defined: list[frozenset[int]] = [frozenset()]
+
+        def before(gradients: tuple[Any, ...]) -> None:
+            defined[0] = frozenset(i for i, g in enumerate(gradients) if g is not None)
+
+        def after(grad_inputs: tuple[Any, ...], _grad_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            pairs = zip(grad_inputs, self.gradients, strict=True)
+            return tuple(g if depends & defined[0] else None for g, depends in pairs)
+
+        node.register_prehook(before)
+        node.register_hook(after)

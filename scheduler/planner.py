@@ -1,0 +1,160 @@
+"""From a captured step to a validated plan: costs, problem, solver, independent replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from graphs.costs.devices import DeviceSpec, device_spec
+from graphs.costs.profiled import profiled
+from graphs.costs.roofline import roofline
+from graphs.ir import Costs
+from graphs.joint import Capture
+from scheduler.errors import Infeasible
+from scheduler.memory import free_bytes
+from scheduler.plan import Plan
+from solvers.auto import AutoSolver
+from solvers.bounds import floor_lower_bound
+from solvers.problem import Problem
+from solvers.simulate import simulate
+from solvers.solution import Solution
+from solvers.store_all import store_all_steps
+from solvers.validate import validate
+
+logger = logging.getLogger(__name__)
+
+#: Share of the free memory that ``budget_gb=None`` leaves unused: fragmentation and library workspaces take some.
+HEADROOM = 0.05
+
+
+class Solver(Protocol):
+    """Anything with ``solve(problem) -> Solution``."""
+
+    def solve(self, problem: Problem) -> Solution:
+        """Find a schedule."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a step is planned.
+
+    Attributes:
+        budget_bytes: most bytes live at once, or ``None``: the device's free memory less :data:`HEADROOM`.
+        unlimited: no budget at all, rather than the device's free memory.
+        solver: ``"auto"`` (the portfolio) or an object with ``solve(problem)``.
+        time_limit_s: bound on the solver's time, in seconds.
+        gap: relative gap to the lower bound at which the solver may stop.
+        costs: ``"profiled"`` (measured on the device), ``"roofline"`` (of ``device_spec``), or costs made elsewhere.
+        device_spec: device of the roofline, by name or figures.
+        never_recompute: patterns of op names and module paths that must run once.
+
+    """
+
+    budget_bytes: int | None = None
+    unlimited: bool = False
+    solver: str | Solver = "auto"
+    time_limit_s: float = 60.0
+    gap: float = 0.005
+    costs: str | Costs = "profiled"
+    device_spec: str | DeviceSpec | None = None
+    never_recompute: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before anything is captured."""
+        if self.solver != "auto" and not callable(getattr(self.solver, "solve", None)):
+            raise ValueError(f"solver={self.solver!r}: give 'auto' or an object with solve(problem) -> Solution")
+        if not isinstance(self.costs, Costs) and self.costs not in ("profiled", "roofline"):
+            raise ValueError(f"costs={self.costs!r}: give 'profiled', 'roofline' or a graphs.ir.Costs")
+        if not self.time_limit_s > 0:
+            raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
+        if not self.gap >= 0:
+            raise ValueError(f"gap={self.gap!r}: give a number of at least 0 (0.005 is half a per cent)")
+        if isinstance(self.device_spec, str):
+            device_spec(self.device_spec)
+
+
+def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan:
+    """Plan a captured step.
+
+    Args:
+        capture: the step.
+        static: bytes resident throughout, by category.
+        settings: budget, solver, costs.
+
+    Raises:
+        Infeasible: no plan was found within the budget.
+
+    """
+    costs = cost_model(capture, settings)
+    static_total = sum(static.values())
+    unlimited = Problem.from_graph(capture.graph, costs, 0, static_bytes=static_total)
+    keep_all_peak = simulate(unlimited, store_all_steps(unlimited)).peak_bytes
+    budget = settings.budget_bytes
+    if settings.unlimited:
+        budget = keep_all_peak
+    elif budget is None:
+        budget = static_total + int(free_bytes(capture.device) * (1 - HEADROOM))
+    problem = unlimited.with_budget(budget)
+    solution = _solver(settings).solve(problem)
+    logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
+    if not solution.status.has_plan:
+        raise _infeasible(problem, solution)
+    validate(problem, solution)
+    return Plan(
+        graph=capture.graph,
+        costs=costs,
+        solution=solution,
+        budget_bytes=settings.budget_bytes,
+        static=static,
+        device=costs.device,
+        versions={
+            "torch": torch.__version__,
+            "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
+        },
+        assumptions=_assumptions(costs, keep_all_peak),
+    )
+
+
+def cost_model(capture: Capture, settings: Settings) -> Costs:
+    """Costs of each op, measured or estimated as the settings say."""
+    if isinstance(settings.costs, Costs):
+        if len(settings.costs.time_ns) != len(capture.graph.ops):
+            raise ValueError(f"costs of {len(settings.costs.time_ns)} ops for a step of {len(capture.graph.ops)} ops")
+        return settings.costs
+    if settings.costs == "profiled":
+        return profiled(capture.nodes, capture.device)
+    return roofline(capture.nodes, settings.device_spec or "cpu")
+
+
+def _solver(settings: Settings) -> Solver:
+    if isinstance(settings.solver, str):
+        return AutoSolver(time_limit_s=settings.time_limit_s, gap=settings.gap)
+    return settings.solver
+
+
+def _infeasible(problem: Problem, solution: Solution) -> Infeasible:
+    bound = floor_lower_bound(problem)
+
+    return Infeasible(
+        budget_bytes=problem.budget_bytes,
+        static_bytes=problem.static_bytes,
+        floor_bytes=solution.floor_bytes,
+        floor_lower_bound_bytes=solution.floor_lower_bound_bytes or bound.bytes,
+        binding_op=problem.op_names[bound.op],
+        binding_module=problem.op_modules[bound.op],
+        detail=solution.message,
+    )
+
+
+def _assumptions(costs: Costs, keep_all_peak: int) -> tuple[str, ...]:
+    return (
+        f"times are {costs.source} for {costs.device}",
+        f"keeping everything would take {keep_all_peak:,} bytes",
+        "outputs of the model are held until the step ends",
+        "the lower bound holds for every schedule that first executes the ops in the traced order",
+    )
