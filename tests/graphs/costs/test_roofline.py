@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from graphs.costs import DeviceSpec, device_spec, roofline
 from graphs.costs.roofline import makes_view, op_bytes, op_flops, workspace_bytes
@@ -78,6 +79,23 @@ def test_convolution_and_attention_have_flops():
     arguments = (fake(2, 4, 128, 32), q, k, v, out, logsumexp, 0.0, True)
     backward = call(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *arguments)
     assert op_flops(backward) == 5 * (2 * 2 * 4 * 128 * 128 * 32)
+
+
+def test_grouped_queries_count_per_query_head():
+    q, k, v = fake(2, 4, 128, 32), fake(2, 2, 128, 32), fake(2, 2, 128, 32)
+    attention = call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
+    assert op_flops(attention) == 2 * (2 * 2 * 4 * 128 * 128 * 32)
+
+
+def test_a_formula_that_fails_leaves_a_memory_bound_estimate(monkeypatch, caplog):
+    def fail(*_, **__):
+        raise AssertionError("unforeseen")
+
+    monkeypatch.setitem(flop_registry, aten.mm, fail)
+    node = call(aten.mm.default, fake(300, 400), fake(400, 500))
+    assert time_ns(node) == math.ceil(op_bytes(node) / (1e11 * 0.5) * 1e9) + 100
+    assert "aten.mm.default" in caplog.text
+    assert "unforeseen" in caplog.text
 
 
 def test_flash_backward_accumulates_in_float32_on_gpus_only():
