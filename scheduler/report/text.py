@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from graphs.ir import TrainingGraph
 from scheduler.decisions import Action
 from scheduler.report.timeline import Category, Sample
 from scheduler.units import format_bytes, format_time
@@ -39,7 +40,8 @@ class ModuleRow:
         label: name for a person, with ranges and count where blocks are folded.
         blocks: how many blocks the row stands for.
         kept_bytes: bytes of activations kept for the backward, of all blocks of the row together.
-        recomputed_bytes: bytes of activations that are produced again, likewise.
+        recomputed_bytes: bytes of activations that plain training keeps and the plan produces again, likewise.
+            Those that only help to produce them are left out, so that kept and recomputed can be added.
         executions: executions of ops beyond their first, likewise.
         added_ns: time of those executions, likewise.
 
@@ -106,7 +108,7 @@ def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
         block = figures.setdefault(block_of(decision.module_path), _Figures())
         if decision.action is Action.KEPT:
             block.kept_bytes += decision.bytes
-        elif decision.action is Action.RECOMPUTED:
+        elif decision.action is Action.RECOMPUTED and _kept_by_plain_training(plan.graph, decision.storage):
             block.recomputed_bytes += decision.bytes
     for sample in plan.samples:
         if sample.again:
@@ -121,6 +123,12 @@ def block_of(module_path: str) -> str:
     parts = module_path.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), 1)
     return ".".join(parts[: number + 1])
+
+
+def _kept_by_plain_training(graph: TrainingGraph, storage: int) -> bool:
+    """Whether the forward makes a storage that the backward reads."""
+    producer, readers = graph.storages[storage].producer, graph.readers[storage]
+    return producer is not None and producer < graph.forward_ops and bool(readers) and readers[-1] >= graph.forward_ops
 
 
 def _fold(figures: dict[str, _Figures]) -> tuple[ModuleRow, ...]:
@@ -205,8 +213,8 @@ def _table(plan: Plan) -> Table:
 
 def _title(plan: Plan) -> str:
     if plan.is_noop:
-        return "Activations by module (nothing is recomputed; folded rows are totals)"
-    return "Activations by module (folded rows are totals)"
+        return "Activations by module: nothing is recomputed (folded rows are totals)"
+    return "Activations by module: kept, or dropped in the forward and recomputed (folded rows are totals)"
 
 
 def _total(figures: Iterable[int]) -> int:

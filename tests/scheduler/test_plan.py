@@ -231,7 +231,7 @@ def test_a_failed_save_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatc
     def fail(*_args, **_kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("scheduler.plan.json.dump", fail)
+    monkeypatch.setattr(json, "dump", fail)
     with pytest.raises(OSError, match="disk full"):
         make_plan((0,)).save(path)
     assert path.read_bytes() == before

@@ -12,6 +12,8 @@ import pytest
 from scheduler.report.plots import plot_plan
 from scheduler.report.text import ModuleRow, block_of, module_rows, peak_by_category
 from scheduler.units import budget_that_covers, format_bytes, format_time
+from solvers.simulate import simulate, with_frees
+from solvers.solution import Compute
 from tests.scheduler.toy import MB, make_plan
 
 
@@ -171,3 +173,21 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'checkpoint-scheduler\[plot\]'"):
         make_plan().plot()
+
+
+def test_what_only_helps_to_recompute_is_not_counted_as_recomputed():
+    plan = make_plan((1,))
+    order = [step.op for step in plan.steps if isinstance(step, Compute)]
+    by_name = {op.name: op.index for op in plan.graph.ops}
+    order.insert(order.index(by_name["dgelu_1"]), by_name["gelu_0"])  # its result is read by add_0, which follows
+    order.insert(order.index(by_name["dgelu_1"]), by_name["add_0"])
+    steps = with_frees(plan.problem, order)
+    replay = simulate(plan.problem, steps)
+    solution = dataclasses.replace(
+        plan.solution, steps=steps, step_time_ns=replay.step_time_ns, peak_bytes=replay.peak_bytes
+    )
+    changed = dataclasses.replace(plan, solution=solution)
+    assert {d.name for d in changed.decisions if d.action == "recomputed"} == {"gelu_0", "add_0", "mm_1"}
+    rows = {row.label: row for row in module_rows(changed)}
+    assert rows["h.0"].recomputed_bytes == 10 * MB  # add_0, which the backward reads; not gelu_0
+    assert rows["h.0"].executions == 2
