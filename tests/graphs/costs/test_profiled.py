@@ -123,7 +123,6 @@ def test_in_place_and_list_valued_ops(tmp_path, caplog):
     [
         (not_positive_definite, "not positive-definite"),
         (lambda: call(torch.ops.checkpoint_scheduler_tests.doubled.default, fake(100)), "custom op"),
-        (lambda: call(aten._assert_async.msg, fake(1, dtype=torch.bool), "no"), "would check"),
     ],
 )
 def test_what_cannot_run_is_estimated_with_a_warning_and_not_cached(tmp_path, caplog, make, reason):
@@ -138,6 +137,13 @@ def test_what_cannot_run_is_estimated_with_a_warning_and_not_cached(tmp_path, ca
         assert costs.time_ns[0] == roofline([node], DEVICES["cpu"]).time_ns[0] > 0
     (file,) = tmp_path.iterdir()
     assert list(json.loads(file.read_text())["costs"]) == [op_signature(product())]
+
+
+def test_assertions_are_never_run(tmp_path, runs, caplog):
+    node = call(aten._assert_async.msg, fake(1, dtype=torch.bool), "would fail on made-up values")
+    assert profiled([node], "cpu", cache_dir=tmp_path).time_ns == roofline([node], "cpu").time_ns
+    assert not runs
+    assert not caplog.records
 
 
 def test_when_the_time_is_up_the_rest_is_estimated(tmp_path, runs, caplog):
