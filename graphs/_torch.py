@@ -27,7 +27,7 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 
 def storage_identity(tensor: torch.Tensor) -> int:
     """A number that two live tensors share if and only if they share their storage; fake tensors too."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 # The per-thread profiler behind torch.autograd.profiler_legacy. The public torch.profiler keeps one session per

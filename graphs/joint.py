@@ -373,16 +373,26 @@ class _Builder:
         )
 
     def _mark_results(self) -> None:
-        """Give storages that the forward or the backward returns the kind that keeps them to the end of the step."""
+        """Give storages that the forward or the backward returns the kind that keeps them to the end of the step.
+
+        The caller holds an output from the end of the forward on, so that freeing it in between would free nothing: the
+        op that makes it runs once, and it stays.
+        """
         for results, kind in (
             (self.forward_outputs, StorageKind.OUTPUT),
             (self.backward_outputs, StorageKind.GRADIENT),
         ):
             for node in results:
-                if isinstance(node, fx.Node) and node in self.storage_of:
-                    storage = self.storages[self.storage_of[node]]
-                    if not storage.kind.is_static:
-                        self.storages[storage.index] = dataclasses.replace(storage, kind=kind)
+                storage = self.storages[self.storage_of[node]] if node in self.storage_of else None
+                if storage is None or storage.producer is None:
+                    continue
+                if storage.kind is not StorageKind.OUTPUT:
+                    self.storages[storage.index] = dataclasses.replace(storage, kind=kind)
+                producer = self.ops[storage.producer]
+                if kind is StorageKind.OUTPUT and producer.recomputable:
+                    self.ops[producer.index] = dataclasses.replace(
+                        producer, recomputable=False, reason=f"makes {storage.name}, which the caller holds"
+                    )
 
     def _refuse_unsupported(self, node: fx.Node) -> None:
         target = node.target

@@ -1,8 +1,10 @@
 """Every private torch name that the scheduler uses, in one place. Checked with torch 2.13 (CPU)."""
+# ruff: noqa: SLF001 - that is what this file is for
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -70,7 +72,7 @@ def compile_joint(
         return partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     # Donated buffers would forbid retain_graph; nothing here reuses the bytes of a saved tensor.
-    with torch._functorch.config.patch(donated_buffer=False):
+    with torch._functorch.config.patch(donated_buffer=False), native_kernels():
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=boxed,
             bw_compiler=boxed,
@@ -80,10 +82,48 @@ def compile_joint(
     return compiled
 
 
+#: Operators whose decomposition rounds otherwise than their kernel, or takes dozens of ops for one.
+_KEPT_WHOLE = ("upsample_", "_upsample_", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss", "lstm", "gru", "rnn_")
+
+
+@functools.cache
+def _decomposed_operators() -> tuple[Any, ...]:
+    """Overloads of these operators for which torch registers Python kernels that only tracing takes."""
+    overloads = [
+        getattr(packet, overload)
+        for packet in (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_KEPT_WHOLE))
+        for overload in packet.overloads()
+    ]
+    return tuple(o for o in overloads if any(key in o.py_kernels for key in _TRACING_KEYS))
+
+
+_TRACING_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextlib.contextmanager
+def native_kernels() -> Iterator[None]:
+    """While tracing, have ops run the kernels they run in eager mode.
+
+    torch decomposes some of them (upsampling above all) in Python as soon as a tracer is active.
+    """
+    saved = []
+    for operator in _decomposed_operators():
+        taken = {key: operator.py_kernels.pop(key) for key in _TRACING_KEYS if key in operator.py_kernels}
+        operator._dispatch_cache.clear()
+        saved.append((operator, taken))
+    try:
+        yield
+    finally:
+        for operator, taken in saved:
+            operator.py_kernels.update(taken)
+            operator._dispatch_cache.clear()
+
+
 def capture_config() -> contextlib.AbstractContextManager[None]:
     """Dynamo's settings while a scheduled module runs: logging breaks no graph, hooks added later are seen."""
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
         skip_nnmodule_hook_guards=False,
+        allow_rnn=True,
         recompile_limit=256,
         accumulated_recompile_limit=1024,
         ignore_logging_functions=_LoggingMethods(torch._dynamo.config.ignore_logging_functions),
@@ -110,8 +150,3 @@ def compiled_node_of(outputs: Sequence[Any]) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def no_function_modes() -> Iterator[None]:
-    """Run with fake tensors switched off, as real work inside a compiler needs."""
-    with unset_fake_temporarily():
-        yield

@@ -204,6 +204,7 @@ class _Half:
         name = key.name if isinstance(key, fx.Node) else self.forward.values[key].name
         with self.graph.inserting_before(self.first_tangent):
             value = self.graph.placeholder(name)
+        value.target = value.name  # fx renames it where the name is taken, and would bind the old name to it as well
         value.meta = dict(self.forward.values[key].meta)
         self.saved.append(key)
         return value
