@@ -22,7 +22,7 @@ from solvers.prune import prune
 from solvers.rematerialise import OutOfBudgetError, rematerialised_order
 from solvers.simulate import simulate, with_frees
 from solvers.solution import Compute, Solution, Status, Step
-from solvers.store_all import StoreAllSolver, store_all_steps
+from solvers.store_all import StoreAllSolver, keep_all_peak_op
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class MomentsSolver:
     Attributes:
         gap: stop when (step time − lower bound) / lower bound of the best plan is at most this.
         time_limit_s: wall-clock limit of the whole solve.
-        model_gap: gap to which each model is solved, as a fraction of the step; a tenth of ``gap`` where ``None``.
+        model_gap: gap to which each model is solved, as a fraction of the step; 0.4 ``gap`` where ``None``.
         max_moments: no more moments than this are added.
         moments_per_round: how many violated ops become moments at once.
         max_rounds: models solved with the full capacity.
@@ -76,8 +76,7 @@ class _Search:
         keep_all = StoreAllSolver().solve(problem)
         if keep_all.status is Status.OPTIMAL:
             return dataclasses.replace(keep_all, solver="moments")
-        steps = store_all_steps(problem)
-        moments: tuple[int, ...] = (_worst_op(problem, steps),)
+        moments: tuple[int, ...] = (keep_all_peak_op(problem),)
         decisions: Decisions | None = None
         for _ in range(options.max_rounds):
             decisions_now, proven_infeasible = self._solve_model(moments, problem.capacity_bytes, decisions)
@@ -128,8 +127,8 @@ class _Search:
         if not model.feasible:
             return None, True
         result = model.milp.solve(
-            absolute_gap=100.0 * (options.gap / 10 if options.model_gap is None else options.model_gap),
-            time_limit_s=self._time_left(),
+            absolute_gap=100.0 * (options.gap * 0.4 if options.model_gap is None else options.model_gap),
+            time_limit_s=0.6 * self._time_left(),  # the rest is for the next model
             hint=model.hint(hint) if hint else (),
         )
         _log.debug("moments %s, capacity %d: %s %s", moments, capacity, result.status, (result.bound, result.objective))
@@ -220,13 +219,6 @@ class _Search:
             solver="moments",
             solve_seconds=elapsed,
         )
-
-
-def _worst_op(problem: Problem, steps: Sequence[Step]) -> int:
-    """The op during whose execution most bytes are live; the first of several."""
-    live = simulate(problem, steps).live_bytes
-    _, op = max((b, -s.op) for s, b in zip(steps, live, strict=True) if isinstance(s, Compute))
-    return -op
 
 
 def _violations(problem: Problem, order: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,6 +9,8 @@ Variables (0 or 1), and the point that a given schedule induces:
     S[k,s]  s is resident while op p_k first executes
     X[k,v]  op v < p_k executes at least once in interval k (necessarily again)
     Y[k,v]  op v < p_k executes at least once after moment k; only where several moments follow
+Only S need be integer: with one moment X then takes whole values by itself, and with several the relaxation is valid
+with fractional X and Y, and faster to solve.
 The induced point costs Σ w_v X[k,v], no more than the schedule recomputes: X counts an op at most once per interval,
 and recomputations before the first moment, or of ops that first execute inside the interval, not at all. Every
 constraint below holds at the induced point of every schedule within the budget, so that the optimum, and any lower
@@ -104,9 +106,9 @@ class MomentsModel:
             keep[s] = self.milp.column(lower=1.0 if forced else 0.0)
             op = problem.producer[s]
             if problem.recomputable[op] and op not in redo:
-                redo[op] = self.milp.column(cost=problem.time_ns[op] * self._percent, integer=several)
+                redo[op] = self.milp.column(cost=problem.time_ns[op] * self._percent, integer=False)
                 if several:
-                    later[op] = self.milp.column()
+                    later[op] = self.milp.column(integer=False)
         self._keep.append(keep)
         self._redo.append(redo)
         self._redo_later.append(later if several else redo)
@@ -198,7 +200,7 @@ class MomentsModel:
         return Decisions(
             self.moments,
             tuple(frozenset(s for s, c in keep.items() if values[c] > 0.5) for keep in self._keep),
-            tuple(frozenset(v for v, c in redo.items() if values[c] > 0.5) for redo in self._redo),
+            tuple(frozenset(v for v, c in redo.items() if values[c] > 1e-6) for redo in self._redo),
         )
 
     def hint(self, decisions: Decisions) -> list[float]:

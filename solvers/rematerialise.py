@@ -26,6 +26,7 @@ from solvers.problem import Problem
 from solvers.prune import prune
 from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status
+from solvers.store_all import keep_all_peak_op
 
 MOST_LEVELS = 60  # of rebuilding inside rebuilding; more means that the walk goes in circles
 
@@ -40,11 +41,17 @@ class OutOfBudgetError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionRule:
-    """Exponents of the eviction score: time to rebuild ** time / (bytes ** size · distance ** distance)."""
+    """Exponents of the eviction score, time to rebuild ** time / (bytes ** size · distance ** distance).
+
+    ``pin_late``: storages made in the backward phase, or where there are no phases, after the peak of the keep-all
+    schedule, are not evicted. Gradients look cheap to lose when they have just been made, and are out of reach once
+    what they were made from is gone.
+    """
 
     time: float = 1.0
     size: float = 1.0
     distance: float = 1.0
+    pin_late: bool = True
 
 
 RULES = (
@@ -52,7 +59,9 @@ RULES = (
     EvictionRule(time=1.5, distance=0.5),
     EvictionRule(time=1.0, distance=1.0),
     EvictionRule(time=4.0, size=2.0, distance=1.0),
-    EvictionRule(time=0.5, distance=2.0),
+    EvictionRule(time=2.0, distance=0.5, pin_late=False),
+    EvictionRule(time=1.0, distance=1.0, pin_late=False),
+    EvictionRule(time=0.5, distance=2.0, pin_late=False),
 )
 
 
@@ -82,6 +91,7 @@ class _Walk:
         self.size = np.maximum(np.array(problem.storage_bytes, dtype=np.float64), 1.0) ** rule.size
         self.guide = list(zip(guide.moments, guide.kept, strict=True)) if guide else []
         self.guided = self._guided()
+        self.late = _last_forward_op(problem) if rule.pin_late else len(problem.time_ns)
 
     def run(self) -> tuple[int, ...]:
         """Execute the whole step and return the order of executions."""
@@ -91,6 +101,7 @@ class _Walk:
             self.position = op + 1
             for s in (*inputs, *self.problem.outputs[op]):
                 self.use[s] = self._next_need(s)
+                self._hold((s,), 0)
             if self.guide and op == self.guide[0][0]:
                 self.guide.pop(0)
                 self.guided = self._guided()
@@ -123,7 +134,8 @@ class _Walk:
     def _hold(self, storages: Iterable[int], amount: int) -> None:
         for s in storages:
             self.held[s] += amount
-            self.evictable[s] = self.held[s] == 0 and s in self.resident and self.problem.storage_bytes[s] > 0
+            free = self.held[s] == 0 and s in self.resident and self.problem.storage_bytes[s] > 0
+            self.evictable[s] = free and (self.problem.producer[s] <= self.late or self.use[s] >= self.never)
 
     def _assemble(self, op: int) -> None:
         """Make all inputs of ``op`` resident and hold them."""
@@ -270,6 +282,13 @@ class _Walk:
         finally:
             if there:
                 self.resident.add(s)
+
+
+def _last_forward_op(problem: Problem) -> int:
+    """The last op whose storages may be evicted where late ones are pinned."""
+    if 0 < problem.forward_ops < len(problem.time_ns):
+        return problem.forward_ops - 1
+    return keep_all_peak_op(problem)
 
 
 def rematerialised_order(

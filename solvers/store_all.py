@@ -7,12 +7,20 @@ import time
 
 from solvers.problem import Problem
 from solvers.simulate import simulate, with_frees
-from solvers.solution import Solution, Status, Step
+from solvers.solution import Compute, Solution, Status, Step
 
 
 def store_all_steps(problem: Problem) -> tuple[Step, ...]:
     """Steps of plain training: ops in order, each storage freed right after its last read."""
     return with_frees(problem, range(len(problem.time_ns)))
+
+
+def keep_all_peak_op(problem: Problem) -> int:
+    """The op during whose execution most bytes are live when everything is kept; the first of several."""
+    steps = store_all_steps(problem)
+    live = simulate(problem, steps).live_bytes
+    _, op = max((size, -step.op) for step, size in zip(steps, live, strict=True) if isinstance(step, Compute))
+    return -op
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
