@@ -1,8 +1,8 @@
 """Capturing a training step without running it and without its memory.
 
-``torch.compile``'s front end (Dynamo, then AOTAutograd) traces the model on fake tensors; the joint graph it would hand to a
-compiler is taken instead. The same path serves a model on ``meta`` and one whose weights exist: parameters and inputs are
-replaced by fake tensors in a copy of the module tree that shares nothing with the model.
+``torch.compile``'s front end (Dynamo, then AOTAutograd) traces the model on fake tensors; the joint graph it would
+hand to a compiler is taken instead. The same path serves a model on ``meta`` and one whose weights exist: parameters
+and inputs are replaced by fake tensors in a copy of the module tree that shares nothing with the model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphs import recomputability
-from graphs._torch import schema_of, storage_identity
+from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
@@ -396,12 +396,12 @@ class _Builder:
 
     def _refuse_unsupported(self, node: fx.Node) -> None:
         target = node.target
-        if target is torch.ops.aten._local_scalar_dense.default or any(
+        if str(target) == "aten._local_scalar_dense.default" or any(
             isinstance(size, torch.SymInt) for value in tensors_of(node.meta.get("val")) for size in value.shape
         ):
             path = module_path_of(node, self.module_names) or "the model"
             raise UnsupportedModelError(
-                f"{path}: {target} ({source_of(node) or node.name}) gives a shape or a number that depends on the data, "
+                f"{path}: {target} ({source_of(node) or node.name}) gives a shape or number that depends on the data, "
                 "so that no plan made beforehand can hold; compute it outside the scheduled module"
             )
 
@@ -417,7 +417,8 @@ def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
     """Whether a node mutates this placeholder through an argument that its schema marks as written."""
     if not recomputability.is_mutating(node):
         return False
-    schema = schema_of(node.target)  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    schema = schema_of(node.target)
     for position, argument in enumerate(schema.arguments):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:

@@ -14,8 +14,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def module_path_of(node: fx.Node, module_names: AbstractSet[str]) -> str:
     """Dotted path of the innermost module that a node was traced in, as in ``model.named_modules()``.
 
-    Backward nodes carry the module of the forward op that they differentiate. Dynamo writes a path as the expression that
-    reaches the module (``L['fn'].transformer.h[0]``); its longest tail that names a module of the model is the path.
+    Backward nodes carry the module of the forward op that they differentiate. Dynamo writes a path as the expression
+    that reaches the module (``L['fn'].transformer.h[0]``); its longest tail that names a module of the model is the
+    path.
 
     Returns:
         The path, ``""`` for the root module or where unknown.

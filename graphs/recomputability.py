@@ -1,7 +1,8 @@
 """Which ops may run twice: a recomputed op must give the bits of its first execution.
 
-Random ops may: they are replayed from the generator state recorded before their first execution. Ops that pick among equal
-values (ties flip between kernels), that write to memory, talk to other processes, or are unknown to us, may not.
+Random ops may: they are replayed from the generator state recorded before their first execution. Ops that pick among
+equal values (ties flip between kernels), that write to memory, talk to other processes, or are unknown to us, may
+not.
 """
 
 from __future__ import annotations
@@ -83,12 +84,14 @@ def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Se
         inside = fnmatch.fnmatchcase(module_path, pattern) or fnmatch.fnmatchcase(module_path, pattern + ".*")
         if inside or any(fnmatch.fnmatchcase(candidate, pattern) for candidate in candidates):
             return f"never_recompute={pattern!r}"
-    if is_mutating(node):
-        return "writes to its argument"
-    if target.namespace not in PURE_NAMESPACES:
-        return f"custom operator {name}: not known to give the same result twice"
-    if base in SELECTION_OPS or (base in ("max", "min") and len(schema_of(target).returns) > 1):
-        return f"{base} selects by value: ties may resolve differently when it runs again"
-    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
-        return f"{base}: its result's shape or value steers the program"
-    return ""
+    selects = base in SELECTION_OPS or (base in ("max", "min") and len(schema_of(target).returns) > 1)
+    rules = (
+        (is_mutating(node), "writes to its argument"),
+        (target.namespace not in PURE_NAMESPACES, f"custom operator {name}: not known to give the same result twice"),
+        (selects, f"{base} selects by value: ties may resolve differently when it runs again"),
+        (
+            torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags,
+            f"{base}: its result's shape or value steers the program",
+        ),
+    )
+    return next((reason for applies, reason in rules if applies), "")

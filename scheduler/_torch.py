@@ -83,7 +83,17 @@ def compile_joint(
 
 
 #: Operators whose decomposition rounds otherwise than their kernel, or takes dozens of ops for one.
-_KEPT_WHOLE = ("upsample_", "_upsample_", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss", "lstm", "gru", "rnn_")
+_KEPT_WHOLE = (
+    "upsample_",
+    "_upsample_",
+    "hardshrink",
+    "softshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "lstm",
+    "gru",
+    "rnn_",
+)
 
 
 @functools.cache
@@ -140,7 +150,7 @@ class _LoggingMethods(set[Any]):
 
 
 def compiled_node_of(outputs: Sequence[Any]) -> Any:
-    """The autograd node of an AOTAutograd-compiled function, found from its outputs; ``None`` where no gradient flows."""
+    """Autograd node of an AOTAutograd-compiled function, found from its outputs; ``None`` where no gradient flows."""
     pending = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
     while pending:
         node = pending.pop()
@@ -148,5 +158,3 @@ def compiled_node_of(outputs: Sequence[Any]) -> Any:
             return node
         pending.extend(n for n, _ in node.next_functions if n is not None)
     return None
-
-

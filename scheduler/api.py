@@ -38,8 +38,8 @@ def schedule(
 ) -> ModuleT:
     """Bound the memory of a module's training step, in place.
 
-    The module plans its step on the first call that wants gradients, with the batch of that call (or here, if samples are
-    given), and again for each new input shape, mode or dtype. Calls under ``torch.no_grad()`` run the plain module.
+    The module plans its step on the first call that wants gradients, with the batch of that call (or here, if samples
+    are given), and again for each new input shape, mode or dtype. Calls under ``torch.no_grad()`` run the plain module.
 
     Args:
         model: any module that ``torch.compile`` captures as one graph.
@@ -58,8 +58,9 @@ def schedule(
         plan: a saved plan to run instead of solving; its graph must be this step's.
 
     Returns:
-        ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned last
-        (:func:`plan_of` where the class has attributes of these names). Scheduling again replaces the earlier schedule.
+        ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned
+        last (:func:`plan_of` where the class has attributes of these names). Scheduling again replaces the earlier
+        schedule.
 
     Raises:
         BudgetError: the budget is not a positive amount of memory.
@@ -79,6 +80,8 @@ def schedule(
         never_recompute=_patterns(never_recompute),
     )
     settings.check()
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan takes a Plan, and got {plan!r}; read a saved one with Plan.load(path)")
     attachment = Attachment(model, settings, optimizer=optimizer, given=plan)
     if sample_args or sample_kwargs:
         attachment.plan_for(tuple(sample_args), dict(sample_kwargs or {}))

@@ -48,7 +48,8 @@ class Attachment:
         self.given = given
         self.plan: Plan | None = None
         self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
-        self.previous_call = module.__dict__.get(_CALL)
+        self.previous_call: Any = None
+        self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
         self.only_plan = False
         self._step = self._compile()
 
@@ -77,7 +78,7 @@ class Attachment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module: scheduled where gradients are wanted, plainly elsewhere."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.module._call_impl(*args, **kwargs)  # noqa: SLF001 - what nn.Module.__call__ runs
+            return self._plain(*args, **kwargs)
         with _torch.capture_config():
             try:
                 return self._step(*args, **kwargs)
@@ -103,7 +104,8 @@ class Attachment:
             self.only_plan = False
 
     def install(self) -> None:
-        """Make the module scheduled."""
+        """Make the module scheduled. An earlier schedule must have been removed."""
+        self.previous_call = self.module.__dict__.get(_CALL)
         self.module.__dict__[HANDLE] = self
         self.module.__dict__[_CALL] = self
         self._publish_attributes()
@@ -141,7 +143,7 @@ class Attachment:
             self.module.__dict__[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment | None:
-        """Schedule the copy of the module too. The copy does not own the optimizer: its state's bytes are not counted."""
+        """Schedule the copy of the module too. The optimizer is the original's: the copy does not count its state."""
         twin = memo.get(id(self.module))
         if not isinstance(twin, nn.Module):
             return None
@@ -172,7 +174,7 @@ def _entry_point(module: nn.Module) -> Callable[..., Any]:
     """A function of our own for Dynamo to trace, with a code object of its own so that modules share no cache."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # noqa: SLF001 - what nn.Module.__call__ runs
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as in __call__
 
     code = step.__code__.replace(co_name="step")
     return types.FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)

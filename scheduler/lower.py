@@ -1,8 +1,9 @@
 """From a plan to fx: a forward and a backward graph that run the plan's steps in the plan's order.
 
 An op may be computed several times: each execution becomes a node of its own, and readers are bound to the copy that is
-resident when they run. A view is rebuilt from its storage wherever a reader needs it, so that only storages cross from the
-forward to the backward. fx's code generation drops a value after its last use, which is what frees memory at run time.
+resident when they run. A view is rebuilt from its storage wherever a reader needs it, so that only storages cross
+from the forward to the backward. fx's code generation drops a value after its last use, which is what frees memory at
+run time.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def _late_readers(capture: Capture, steps: Sequence[Step]) -> frozenset[int]:
 
 
 class _Half:
-    """Builds the graph of one phase. ``values`` maps a joint node (or a generator state's storage) to its current copy."""
+    """Builds the graph of one phase.
+
+    ``values`` maps a joint node, or the storage of a generator's state, to its current copy.
+    """
 
     def __init__(
         self, capture: Capture, executions: Sequence[int], forward: _Half | None, late_readers: frozenset[int]
@@ -129,14 +133,15 @@ class _Half:
         if node is None:
             self._record_rng_state(op)
             return
+        assert callable(node.target), node
         if op in self.capture.snapshots and op not in self.late_readers:
             self.values[node] = self.value_of(self.capture.snapshots[op])
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value_of)
         if again and op in self.capture.rng_state_ops:
             state = self.capture.graph.ops[self.capture.rng_state_ops[op]].outputs[0]
-            args = (self.value_of(state), str(_device_of(node)), node.target, *args)
-            copy = self.graph.call_function(rng.replay, args, kwargs)
+            replayed: Any = (self.value_of(state), str(_device_of(node)), node.target, *args)
+            copy = self.graph.call_function(rng.replay, replayed, kwargs)
         else:
             copy = self.graph.call_function(node.target, args, kwargs)
         copy.meta = dict(node.meta)
@@ -167,6 +172,7 @@ class _Half:
         elif self.forward is not None and (isinstance(key, int) or self._is_base(key)):
             value = self._fetch_saved(key)
         elif isinstance(key, fx.Node) and not self._is_base(key):
+            assert callable(key.target), key
             args, kwargs = fx.node.map_arg((key.args, key.kwargs), self.value_of)
             value = self.graph.call_function(key.target, args, kwargs)
         else:

@@ -1,7 +1,7 @@
 """How much memory a step really takes.
 
-On CUDA the allocator counts it. On CPU the exact peak is the running sum of the memory events of ``torch.profiler``; what
-was allocated before the step is counted from the objects that the caller names.
+On CUDA the allocator counts it. On CPU the exact peak is the running sum of the memory events of ``torch.profiler``;
+what was allocated before the step is counted from the objects that the caller names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Which outputs a training step differentiates, and what happens when it turns out otherwise.
 
-AOTAutograd differentiates every output that requires grad and fills in zeros for gradients that do not come. For a model
-that returns its loss together with logits that would allocate, and add, a zero tensor of the logits' size. So an output
-that another, scalar output is computed from is *secondary*: the graph treats it as a constant, and it is handed to the user
-attached to a node of its own. If a gradient does reach that node, the plain step is replayed from its inputs.
+AOTAutograd differentiates every output that requires grad and fills in zeros for gradients that do not come. For a
+model that returns its loss together with logits that would allocate, and add, a zero tensor of the logits' size. So
+an output that another, scalar output is computed from is *secondary*: the graph treats it as a constant, and it is
+handed to the user attached to a node of its own. If a gradient does reach that node, the plain step is replayed from
+its inputs.
 
-Where several outputs are differentiated and only some receive a gradient, parameters that none of these reach get ``None``,
-as in plain training, instead of the zeros of AOTAutograd.
+Where several outputs are differentiated and only some receive a gradient, parameters that none of these reach get
+``None``, as in plain training, instead of the zeros of AOTAutograd.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from scheduler._torch import compiled_node_of
 
 def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
     """Positions of outputs that require grad and that a scalar output is computed from."""
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, list | tuple)
+    outputs = _results(gm)
     scalars = [o for o in outputs if _requires_grad(o) and o.meta["example_value"].numel() == 1]
     ancestors: set[fx.Node] = set()
     pending = [i for o in scalars for i in o.all_input_nodes]
@@ -44,9 +44,7 @@ def detach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModu
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(gm.graph, mapping)
-    original = gm.graph.output_node().args[0]
-    assert isinstance(original, list | tuple)
-    results = [mapping[o] if isinstance(o, fx.Node) else o for o in original]
+    results: list[Any] = [mapping[o] if isinstance(o, fx.Node) else o for o in _results(gm)]
     for position in positions:
         source = results[position]
         results[position] = graph.call_method("detach", (source,))
@@ -56,6 +54,13 @@ def detach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModu
     detached = fx.GraphModule(gm, graph, type(gm).__name__)
     detached.meta = dict(gm.meta)
     return detached
+
+
+def _results(gm: fx.GraphModule) -> Sequence[Any]:
+    """What a graph returns: nodes or constants, in order."""
+    results = gm.graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    return results
 
 
 def _requires_grad(output: Any) -> bool:
@@ -111,8 +116,8 @@ class StepContext:
         for value, version in zip(self.inputs, self.versions, strict=True):
             if isinstance(value, torch.Tensor) and value._version != version:  # noqa: SLF001
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                    f"input of shape {tuple(value.shape)} of a scheduled module is at version {value._version}, "  # noqa: SLF001
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"an input of shape {tuple(value.shape)} of a scheduled module is at version {value._version}, "  # noqa: SLF001
                     f"expected version {version}"
                 )
         leaves = [
@@ -164,7 +169,8 @@ def attach_secondary(
 ) -> list[Any]:
     """Give the detached outputs at ``positions`` their place in autograd's graph."""
     results = list(outputs)
-    attached = _Secondary.apply(replay, [outputs[p] for p in positions], tuple(positions), *inputs)
+    apply: Callable[..., tuple[Any, ...]] = _Secondary.apply
+    attached = apply(replay, [outputs[p] for p in positions], tuple(positions), *inputs)
     for position, value in zip(positions, attached, strict=True):
         results[position] = value
     return results
@@ -195,9 +201,8 @@ class Reach:
                 reach[node] = frozenset({descriptions.index(described)} if described in descriptions else {-1})
             elif node.op != "output":
                 reach[node] = frozenset().union(*(reach[i] for i in node.all_input_nodes))
-        results = output_node.args[0]
-        assert isinstance(results, list | tuple)
-        gradients = [reach[r] if isinstance(r, fx.Node) else frozenset() for r in results[num_forward_outputs:]]
+        results = _results(joint)[num_forward_outputs:]
+        gradients = [reach[r] if isinstance(r, fx.Node) else frozenset() for r in results]
         return cls(frozenset().union(*gradients), tuple(gradients))
 
     @property

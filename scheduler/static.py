@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import nn
 from graphs.errors import UnsupportedModelError
 from scheduler._torch import FakeTensorMode, unset_fake_temporarily
 from scheduler.memory import bytes_of, tensors_in
+
+logger = logging.getLogger(__name__)
 
 
 def static_memory(
@@ -56,41 +60,53 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device, seen
 
 
 def _pending_optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """State that the next step will allocate: a copy of the optimizer steps on fake parameters with fake gradients."""
-    without_state = [
-        p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and p not in optimizer.state
+    """State that the next step will allocate.
+
+    A copy of the optimizer steps on fake parameters with fake gradients. Where it wants to read numbers from them, it
+    steps on real zeros instead, one parameter at a time, so that no more than one parameter's state is ever allocated.
+    """
+    pending = [
+        (g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad and p not in optimizer.state
     ]
-    if not without_state:
+    if not pending:
         return 0
-    memo: dict[int, Any] = {}
-    fakes = []
-    with unset_fake_temporarily(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                fake = nn.Parameter(mode.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad)
-                memo[id(parameter)] = fake
-        for parameter in without_state:
-            fake = memo[id(parameter)]
-            fake.grad = torch.empty_like(fake)
-            fakes.append(fake)
-        shadow = copy.copy(optimizer)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
-        shadow.param_groups = [
-            {
-                key: [memo[id(p)] for p in value if id(memo[id(p)]) in {id(f) for f in fakes}]
-                if key == "params"
-                else value
-                for key, value in group.items()
-            }
-            for group in optimizer.param_groups
-        ]
+    with unset_fake_temporarily(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
-            with torch.no_grad():
-                type(optimizer).step(shadow)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                stand_ins = [(g, torch.empty_strided(p.shape, p.stride(), dtype=p.dtype)) for g, p in pending]
+                return _state_after_step(optimizer, stand_ins, device)
+        except Exception:
+            logger.debug("%s cannot step on fake tensors", type(optimizer).__name__, exc_info=True)
+        try:
+            return sum(
+                _state_after_step(optimizer, [(g, torch.zeros_like(p, device="cpu"))], device) for g, p in pending
+            )
         except Exception as error:
             raise UnsupportedModelError(
-                f"the state of {type(optimizer).__name__} is not allocated yet and could not be found out on fake tensors "
-                f"({error!r}); take one optimizer step first, or leave the optimizer out and lower the budget by its state"
+                f"the state of {type(optimizer).__name__} is not allocated yet, and trying a step on stand-ins failed "
+                f"({error!r}): take one optimizer step before scheduling, or leave the optimizer out and lower the "
+                "budget by the size of its state"
             ) from error
-        return bytes_of(tensors_in(shadow), device)
+
+
+def _state_after_step(
+    optimizer: torch.optim.Optimizer, stand_ins: Sequence[tuple[dict[str, Any], torch.Tensor]], device: torch.device
+) -> int:
+    """Bytes of state that a copy of the optimizer has after one step on these tensors."""
+    shadow = copy.copy(optimizer)
+    shadow.__dict__ = dict(optimizer.__dict__)
+    shadow.state = collections.defaultdict(dict)
+    plain = {"foreach": False, "fused": False, "capturable": False}
+    shadow.param_groups = []
+    for group, tensor in stand_ins:
+        parameter = nn.Parameter(tensor)
+        parameter.grad = torch.zeros_like(tensor)
+        options = {key: plain.get(key, value) for key, value in group.items()}
+        shadow.param_groups.append(options | {"params": [parameter]})
+    with torch.no_grad():
+        type(optimizer).step(shadow)
+    state = tensors_in(list(shadow.state.values()))
+    if device.type == "cpu":
+        return bytes_of(state, device)
+    # On an accelerator state of a parameter's shape lies beside it; step counters stay on the CPU.
+    return bytes_of([t for t in state if t.dim() > 0], torch.device("cpu"))

@@ -13,6 +13,7 @@ Only the allocator's view is seen: scratch that a library allocates by itself is
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ def record_cpu_memory(run: Callable[[], Result]) -> tuple[Result, list[int]]:
         negative for a release.
 
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes two lines to stderr each time it runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     return result, memory_deltas(profiler)

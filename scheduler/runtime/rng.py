@@ -1,7 +1,7 @@
 """Replaying random ops: record a generator's state, run an op again from it, leave the stream where it was.
 
-The functions are called from rewritten graphs. A state is a CPU byte tensor: 5,056 bytes for the CPU generator (Mersenne
-Twister), 16 for CUDA's (Philox seed and offset).
+The functions are called from rewritten graphs. A state is a CPU byte tensor: 5,056 bytes for the CPU generator
+(Mersenne Twister), 16 for CUDA's (Philox seed and offset).
 """
 
 from __future__ import annotations
