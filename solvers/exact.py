@@ -9,7 +9,7 @@ may be dropped before and made again::
     S[t,s]       storage s is resident when stage t starts                     S[t,s] = 0 where its producer is ≥ t
     FREE[t,s,k]  storage s is dropped in stage t right after op k              k makes or reads s
     TWICE[t,s]   s is resident when stage t starts and is made again in it
-    U[t,k]       bytes live in stage t while op k runs, as a share of the capacity
+    U[t,k]       bytes live in stage t while op k runs
 
     minimise     Σ w_i R[t,i]                                                  over i < t
 
@@ -22,7 +22,7 @@ may be dropped before and made again::
     memory       U[t,0]   ≥ Σ m_s S[t,s] + (outputs and workspace of 0) R[t,0]
                  U[t,k+1] ≥ U[t,k] − workspace_k R[t,k] − Σ m_s TWICE[t,s] − Σ m_s FREE[t,s,k]
                             + (outputs and workspace of k+1) R[t,k+1]
-                 U[t,k]   ≤ 1
+                 U[t,k]   ≤ capacity
 
 R and S are binary, FREE, TWICE and U continuous: with R and S integral the rows above leave 0 or 1 as the best value
 of each. Ops that must not be recomputed have R[t,i] = 0 for i < t.
@@ -43,9 +43,9 @@ from solvers.solution import Solution, Status, Step
 logger = logging.getLogger(__name__)
 
 _NAME = "exact"
-# HiGHS lets a row be broken by 1e-6 of the capacity. A plan that makes use of it is over the budget by some bytes; it
-# is then sought again with this much less capacity.
-_SLACK = 1e-5
+# HiGHS lets a row be broken by 1e-6 of the capacity, and a binary be off by as much: a plan may be some bytes over the
+# budget. Its executions are then cut off, and others sought, so many times.
+_MOST_CUTS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,8 @@ class ExactSolver:
         """Return the least-time staged schedule within the budget, or the reason why there is none."""
         started = time.perf_counter()
         result = MilpResult(MilpStatus.INFEASIBLE, (), 0.0, 0.0)
-        for slack in (0.0, _SLACK):
-            if problem.capacity_bytes < 0:
-                break
-            model = _StagedModel(problem, slack)
+        model = _StagedModel(problem)
+        for _ in range(_MOST_CUTS if problem.capacity_bytes >= 0 else 0):
             left = self.time_limit_s - (time.perf_counter() - started)
             result = model.milp.solve(absolute_gap=max(100 * self.gap, 1e-7), time_limit_s=left)
             if not result.values and model.milp.columns:
@@ -84,10 +82,12 @@ class ExactSolver:
             steps = with_frees(problem, model.order(result.values))
             figures = simulate(problem, steps)
             if figures.peak_bytes <= problem.budget_bytes:
-                proven = result.status is MilpStatus.SOLVED and slack == 0
+                proven = result.status is MilpStatus.SOLVED
                 return self._plan(problem, steps, figures, proven=proven, seconds=time.perf_counter() - started)
             logger.debug("plan is %d bytes over the budget", figures.peak_bytes - problem.budget_bytes)
+            model.cut_off(result.values)
         infeasible = result.status is MilpStatus.INFEASIBLE
+        seconds = time.perf_counter() - started
         return Solution(
             status=Status.INFEASIBLE if infeasible else Status.TIME_LIMIT,
             steps=(),
@@ -95,10 +95,10 @@ class ExactSolver:
             peak_bytes=0,
             lower_bound_ns=problem.keep_all_time_ns,
             solver=_NAME,
-            solve_seconds=time.perf_counter() - started,
+            solve_seconds=seconds,
             message=f"no staged schedule fits {problem.budget_bytes:,} bytes"
             if infeasible
-            else f"no staged schedule found in {self.time_limit_s:g} s",
+            else f"no staged schedule found in {seconds:.3g} s, and none ruled out",
         )
 
     def _plan(
@@ -122,14 +122,13 @@ class ExactSolver:
 class _StagedModel:
     """The program of the module's docstring; one method per constraint."""
 
-    def __init__(self, problem: Problem, slack: float) -> None:
-        """Build it for a capacity smaller by the fraction ``slack``."""
+    def __init__(self, problem: Problem) -> None:
+        """Build all columns and rows."""
         self.problem = problem
         self.milp = Milp()
         self.ops = len(problem.time_ns)
         self.stages = self.ops + bool(problem.live_at_end)  # the last one has nothing to do where nothing lives on
-        self.scale = max(problem.capacity_bytes, 1)
-        self.capacity = problem.capacity_bytes / self.scale * (1 - slack)
+        self.unit = max(problem.capacity_bytes, 1)
         self.computed: dict[tuple[int, int], int] = {}  # R
         self.resident: dict[tuple[int, int], int] = {}  # S
         self.free: dict[tuple[int, int, int], int] = {}  # FREE
@@ -150,7 +149,13 @@ class _StagedModel:
 
     def _share(self, size: int) -> float:
         """Bytes as a share of the capacity."""
-        return size / self.scale
+        return size / self.unit
+
+    def cut_off(self, values: tuple[float, ...]) -> None:
+        """Exclude the executions of a point, which do not fit although storages are dropped as early as can be."""
+        columns = self.computed.values()
+        terms = [(column, -1.0 if values[column] > 0.5 else 1.0) for column in columns]
+        self.milp.row(terms, 1.0 - sum(values[column] > 0.5 for column in columns))
 
     def _columns(self) -> None:
         """R for recomputable ops (and the fixed diagonal), S for storages that exist."""
@@ -239,7 +244,7 @@ class _StagedModel:
                 executes = self.computed[t, k]
                 workspace = self.problem.workspace_bytes[k]
                 demand = self._share(workspace + sum(sizes[s] for s in self.problem.outputs[k]))
-                live = self.milp.column(upper=self.capacity, integer=False)
+                live = self.milp.column(upper=max(self._share(self.problem.capacity_bytes), 0.0), integer=False)
                 terms = [(column, -share) for column, share in before]
                 self.milp.row([(live, 1.0), (executes, -demand), *terms], 0.0)
                 dropped = [(self.free[t, s, k], s) for s in self.freed_after[t, k]]
