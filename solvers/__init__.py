@@ -1,7 +1,7 @@
 """What to keep and what to recompute: problem, solvers, simulator and independent validator. Loads no torch."""
 
 from solvers.auto import AutoSolver
-from solvers.bounds import FloorBound, find_floor, floor_lower_bound
+from solvers.bounds import Floor, FloorBound, find_floor, floor_lower_bound
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
@@ -12,6 +12,7 @@ from solvers.store_all import StoreAllSolver, store_all_steps
 __all__ = [
     "AutoSolver",
     "Compute",
+    "Floor",
     "FloorBound",
     "Free",
     "MomentsSolver",

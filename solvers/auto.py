@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 
-from solvers.bounds import find_floor, floor_lower_bound
+from solvers.bounds import LOW_BUDGET_SOLVER, find_floor, floor_lower_bound
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
@@ -49,6 +49,8 @@ class AutoSolver:
             if walked.status.has_plan and (not moments.status.has_plan or walked.step_time_ns < moments.step_time_ns):
                 best = walked
         if not best.status.has_plan:
+            best = LOW_BUDGET_SOLVER.solve(problem)
+        if not best.status.has_plan:
             return self._infeasible(problem, moments, start, proven=False)
         bound = min(moments.lower_bound_ns, best.step_time_ns)
         within = best.step_time_ns - bound <= self.gap * bound
@@ -61,9 +63,8 @@ class AutoSolver:
 
     def _infeasible(self, problem: Problem, found: Solution, start: float, *, proven: bool) -> Solution:
         """The answer without a plan: how much is needed, from both sides, and which op binds."""
-        lower = floor_lower_bound(problem)
         left = self.time_limit_s - (time.perf_counter() - start)
-        floor = find_floor(problem, time_limit_s=max(left, 1.0))
+        floor = find_floor(problem, time_limit_s=min(max(left, 1.0), 10.0))
         how = "no schedule fits" if proven else "no schedule was found that fits"
         return Solution(
             status=Status.INFEASIBLE,
@@ -75,9 +76,9 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
             message=(
                 f"{how} {problem.budget_bytes:,} bytes, of which {problem.static_bytes:,} are static; a plan "
-                f"exists from {floor:,} bytes on, and every schedule needs at least {lower.bytes:,} while "
-                f"{problem.describe_op(lower.op)} runs"
+                f"exists from {floor.bytes:,} bytes on, and every schedule needs at least {floor.lower_bound.bytes:,} "
+                f"while {problem.describe_op(floor.lower_bound.op)} runs"
             ),
-            floor_bytes=floor,
-            floor_lower_bound_bytes=lower.bytes,
+            floor_bytes=floor.bytes,
+            floor_lower_bound_bytes=floor.lower_bound.bytes,
         )

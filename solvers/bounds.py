@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from solvers.moments import MomentsSolver
 from solvers.problem import Problem
-from solvers.rematerialise import OutOfBudgetError, rematerialised_order
-from solvers.simulate import simulate, with_frees
-from solvers.store_all import store_all_steps
+from solvers.rematerialise import RULES, Rematerialiser
+from solvers.simulate import simulate
+from solvers.solution import Status
+from solvers.store_all import keep_all_peak_op, store_all_steps
+
+LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
+"""Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +64,53 @@ def _droppable(problem: Problem, storage: int) -> bool:
     return problem.recomputable[problem.producer[storage]]
 
 
-def find_floor(problem: Problem, *, tolerance: float = 0.002, time_limit_s: float = 10.0) -> int:
-    """Least budget, static bytes included, for which the strict-budget walk finds a plan; an upper bound on the floor.
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The floor from both sides, static bytes included.
 
-    Bisection between :func:`floor_lower_bound` and the keep-all peak, to ``tolerance`` of the latter; the peak of each
-    plan found tightens it. The problem's own budget does not matter.
+    Attributes:
+        bytes: least budget for which a plan was found.
+        lower_bound: a proof that no schedule fits in less than its ``bytes``.
+
     """
-    start = time.perf_counter()
-    low = floor_lower_bound(problem).bytes
+
+    bytes: int
+    lower_bound: FloorBound
+
+
+def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 10.0) -> Floor:
+    """Look for the least budget with a plan; the problem's own budget does not matter.
+
+    Bisection between :func:`floor_lower_bound` and the keep-all peak, to ``tolerance`` of the latter: first by the
+    strict-budget walk, which is fast, then by :data:`LOW_BUDGET_SOLVER`, whose proofs of infeasibility raise the lower
+    bound. The peak of each plan found tightens the search.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    lower = floor_lower_bound(problem)
     high = simulate(problem, store_all_steps(problem)).peak_bytes
+    walk = Rematerialiser(rules=(RULES[0], RULES[-1]))
+    slack = tolerance * high
+    high = _bisect(problem, walk, (lower.bytes, high), slack, deadline)[1]
+    proven, high = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, high), slack, deadline)
+    return Floor(high, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
+
+
+def _bisect(
+    problem: Problem, solver: MomentsSolver | Rematerialiser, interval: tuple[int, int], slack: float, deadline: float
+) -> tuple[int, int]:
+    """What is proven to be too little, plus one, and the least budget in ``interval`` for which ``solver`` has a plan."""
+    low, high = interval
+    proven = low
     candidate = low
-    while high - low > tolerance * high or candidate == low:
-        try:
-            order = rematerialised_order(problem.with_budget(candidate), improve=False)
-            high = min(high, simulate(problem, with_frees(problem, order)).peak_bytes)
-        except OutOfBudgetError:
+    while high > low and time.perf_counter() < deadline:
+        solution = solver.solve(problem.with_budget(candidate))
+        if solution.status.has_plan:
+            high = solution.peak_bytes
+        else:
             low = candidate + 1
-        if time.perf_counter() - start > time_limit_s or high <= low:
+            if solution.status is Status.INFEASIBLE and isinstance(solver, MomentsSolver):
+                proven = low
+        if high - low <= slack:
             break
         candidate = (low + high) // 2
-    return high
+    return proven, high

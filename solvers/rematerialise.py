@@ -44,8 +44,8 @@ class EvictionRule:
     """Exponents of the eviction score, time to rebuild ** time / (bytes ** size · distance ** distance).
 
     ``pin_late``: storages made in the backward phase, or where there are no phases, after the peak of the keep-all
-    schedule, are not evicted. Gradients look cheap to lose when they have just been made, and are out of reach once
-    what they were made from is gone.
+    schedule, are not evicted, nor are those that must live at the end. Gradients look cheap to lose when they have just
+    been made, and are out of reach once what they were made from is gone.
     """
 
     time: float = 1.0
@@ -91,7 +91,7 @@ class _Walk:
         self.size = np.maximum(np.array(problem.storage_bytes, dtype=np.float64), 1.0) ** rule.size
         self.guide = list(zip(guide.moments, guide.kept, strict=True)) if guide else []
         self.guided = self._guided()
-        self.late = _last_forward_op(problem) if rule.pin_late else len(problem.time_ns)
+        self.pinned = _late(problem) if rule.pin_late else [False] * storages
 
     def run(self) -> tuple[int, ...]:
         """Execute the whole step and return the order of executions."""
@@ -135,7 +135,7 @@ class _Walk:
         for s in storages:
             self.held[s] += amount
             free = self.held[s] == 0 and s in self.resident and self.problem.storage_bytes[s] > 0
-            self.evictable[s] = free and (self.problem.producer[s] <= self.late or self.use[s] >= self.never)
+            self.evictable[s] = free and (not self.pinned[s] or self.use[s] >= self.never)
 
     def _assemble(self, op: int) -> None:
         """Make all inputs of ``op`` resident and hold them."""
@@ -284,11 +284,11 @@ class _Walk:
                 self.resident.add(s)
 
 
-def _last_forward_op(problem: Problem) -> int:
-    """The last op whose storages may be evicted where late ones are pinned."""
-    if 0 < problem.forward_ops < len(problem.time_ns):
-        return problem.forward_ops - 1
-    return keep_all_peak_op(problem)
+def _late(problem: Problem) -> list[bool]:
+    """Whether each storage is one that ``pin_late`` means."""
+    phases = 0 < problem.forward_ops < len(problem.time_ns)
+    last = problem.forward_ops - 1 if phases else keep_all_peak_op(problem)
+    return [op > last or s in problem.live_at_end for s, op in enumerate(problem.producer)]
 
 
 def rematerialised_order(
