@@ -120,7 +120,7 @@ def parse_options() -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="Train a GPT-2 under half of its activation memory, on the CPU.")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--width", type=int, default=192, help="a multiple of 64")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="bytes of text per sequence")
     parser.add_argument("--steps", type=int, default=20, help="at least 3")

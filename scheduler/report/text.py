@@ -214,7 +214,7 @@ def _table(plan: Plan) -> Table:
 def _title(plan: Plan) -> str:
     if plan.is_noop:
         return "Activations by module: nothing is recomputed (folded rows are totals)"
-    return "Activations by module: kept, or dropped in the forward and recomputed (folded rows are totals)"
+    return "Activations by module (folded rows are totals)"
 
 
 def _total(figures: Iterable[int]) -> int:
