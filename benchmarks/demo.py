@@ -132,6 +132,19 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def choose_budget(plain: Contestant, batch: Tensor, fraction: float) -> int:
+    """Bytes that are there before the step, and a fraction of what the plain step adds to them at its measured peak."""
+    state = (t for values in plain.optimizer.state.values() for t in values.values() if torch.is_tensor(t))
+    static = sum(t.nbytes for t in (*plain.model.parameters(), *plain.model.buffers(), *state, batch))
+    activations = plain.peak_bytes - static
+    budget = static + int(fraction * activations)
+    print(
+        f"plain peak {format_bytes(plain.peak_bytes)} = {format_bytes(static)} static (parameters, optimizer, batch) "
+        f"+ {format_bytes(activations)}; budget {format_bytes(budget)} = static + {fraction:g} of the rest\n"
+    )
+    return budget
+
+
 def print_contestants(contestants: list[Contestant], budget: int) -> None:
     """One line for each copy of the model, against the first."""
     plain = contestants[0]
@@ -176,14 +189,7 @@ def main() -> int:
     # Two steps of the plain model say how much memory there is to halve: in the second, the optimizer has its state.
     for step in (0, 1):
         plain.train_step(step, batches[step], measure=True)
-    static = sum(t.nbytes for t in (*plain.model.parameters(), *plain.model.buffers(), batches[0]))
-    static += sum(t.nbytes for s in plain.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
-    activations = plain.peak_bytes - static
-    budget = static + int(options.fraction * activations)
-    print(
-        f"plain peak {format_bytes(plain.peak_bytes)} = {format_bytes(static)} static (parameters, optimizer, batch) "
-        f"+ {format_bytes(activations)}; budget {format_bytes(budget)} = static + {options.fraction:g} of the rest\n"
-    )
+    budget = choose_budget(plain, batches[0], options.fraction)
 
     planning = time.perf_counter()
     schedule(

@@ -39,7 +39,7 @@ class _Builder:
 
 
 def make_graph(blocks: int = 4, activation: int = 10 * MB) -> TrainingGraph:
-    """``blocks`` of linear → gelu → topk-free residual add, a sum as loss, and their backward."""
+    """An embedding, ``blocks`` of linear → gelu → residual add, a top-k as head, a loss, and their backward."""
     b, kind = _Builder(), StorageKind
     x = b.static("batch", 1 * MB, kind.INPUT)
     weights = [b.static(f"weight_{i}", 10 * MB, kind.PARAMETER) for i in range(blocks)]
