@@ -335,7 +335,7 @@ def is_accepted(problem: Problem, solution: Solution) -> bool:
 
 
 @given(case=schedules())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_schedule_is_accepted_exactly_if_it_is_legal_by_definition(case):
     problem, steps = case
     places = [(i, step.op) for i, step in enumerate(steps) if isinstance(step, Compute)]
