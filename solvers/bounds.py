@@ -98,7 +98,7 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
 def _bisect(
     problem: Problem, solver: MomentsSolver | Rematerialiser, interval: tuple[int, int], slack: float, deadline: float
 ) -> tuple[int, int]:
-    """What is proven to be too little, plus one, and the least budget in ``interval`` for which ``solver`` has a plan."""
+    """What is proven to be too little, plus one, and the least budget in ``interval`` that ``solver`` can plan."""
     low, high = interval
     proven = low
     candidate = low

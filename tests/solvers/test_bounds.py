@@ -1,0 +1,51 @@
+import dataclasses
+
+import pytest
+
+from solvers import AutoSolver, FloorBound, Status, find_floor, floor_lower_bound
+from solvers.brute_force import BruteForceSolver
+from tests.problems import keep_all_peak, least_demand, random_chain, random_problem, training_chain
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_lower_bound_floor_and_upper_bound(seed):
+    problem = random_problem(seed) if seed % 2 else random_chain(seed)
+    bound = floor_lower_bound(problem)
+    assert least_demand(problem) <= bound.bytes
+    below = BruteForceSolver().solve(problem.with_budget(bound.bytes - 1))
+    assert below.status is Status.INFEASIBLE
+    floor = find_floor(problem, tolerance=0.0)
+    assert bound.bytes <= floor.lower_bound.bytes <= below.floor_bytes <= floor.bytes <= keep_all_peak(problem)
+
+
+def test_mostly_the_floor_is_found():
+    problems = [random_problem(seed) for seed in range(40)]
+    found = [find_floor(p, tolerance=0.0).bytes for p in problems]
+    exact = [BruteForceSolver().solve(p.with_budget(floor_lower_bound(p).bytes - 1)).floor_bytes for p in problems]
+    assert sum(f == e for f, e in zip(found, exact, strict=True)) >= 34
+
+
+def test_binding_op():
+    problem = dataclasses.replace(training_chain(4), workspace_bytes=(0, 0, 9, 0, 0, 0, 0, 0), static_bytes=100)
+    assert floor_lower_bound(problem) == FloorBound(100 + 9 + 1 + 1, 2)
+
+
+def test_what_cannot_come_back_counts():
+    problem = training_chain(4)
+    free = floor_lower_bound(problem).bytes
+    fixed = dataclasses.replace(problem, recomputable=(False,) * 8)
+    assert floor_lower_bound(fixed).bytes == keep_all_peak(problem) > free
+
+
+def test_everything_that_lives_to_the_end_counts_for_the_last_op():
+    problem = dataclasses.replace(training_chain(4), live_at_end=frozenset(range(8)))
+    assert floor_lower_bound(problem) == FloorBound(8, 7)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_exists_at_the_floor(seed):
+    problem = random_chain(seed, length=10, budget=0.0)
+    floor = find_floor(problem)
+    at_floor = AutoSolver().solve(problem.with_budget(floor.bytes))
+    assert at_floor.status.has_plan
+    assert at_floor.peak_bytes <= floor.bytes
