@@ -13,7 +13,7 @@ import torch
 from graphs.costs.devices import DeviceSpec, device_spec
 from graphs.costs.profiled import profiled
 from graphs.costs.roofline import roofline
-from graphs.ir import Costs
+from graphs.ir import Costs, StorageKind
 from graphs.joint import Capture
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
@@ -109,14 +109,14 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
         graph=capture.graph,
         costs=costs,
         solution=solution,
-        budget_bytes=settings.budget_bytes,
+        budget_bytes=None if settings.unlimited else budget,
         static=static,
         device=costs.device,
         versions={
             "torch": torch.__version__,
             "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
         },
-        assumptions=_assumptions(costs, keep_all_peak),
+        assumptions=_assumptions(capture),
     )
 
 
@@ -151,10 +151,7 @@ def _infeasible(problem: Problem, solution: Solution) -> Infeasible:
     )
 
 
-def _assumptions(costs: Costs, keep_all_peak: int) -> tuple[str, ...]:
-    return (
-        f"times are {costs.source} for {costs.device}",
-        f"keeping everything would take {keep_all_peak:,} bytes",
-        "outputs of the model are held until the step ends",
-        "the lower bound holds for every schedule that first executes the ops in the traced order",
-    )
+def _assumptions(capture: Capture) -> tuple[str, ...]:
+    """What a measurement must respect to find the predicted peak."""
+    kinds = {s.kind for s in capture.graph.storages if s.bytes}
+    return ("outputs of the model are held until the step ends",) if StorageKind.OUTPUT in kinds else ()
