@@ -21,6 +21,7 @@ from scheduler import _torch
 from scheduler.backend import Backend, Scheduled
 from scheduler.plan import Plan
 from scheduler.planner import Settings
+from scheduler.substitutes import needing_substitute, substituted
 
 HANDLE: Final = "_checkpoint_schedule"
 _CALL: Final = "_compiled_call_impl"
@@ -51,6 +52,7 @@ class Attachment:
         self.previous_call: Any = None
         self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
         self.only_plan = False
+        self._substituted = needing_substitute(module)
         self._step = self._compile()
 
     def _compile(self) -> Callable[..., Any]:
@@ -79,7 +81,7 @@ class Attachment:
         """Run the module: scheduled where gradients are wanted, plainly elsewhere."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
-        with _torch.capture_config():
+        with _torch.capture_config(), substituted(self._substituted):
             try:
                 return self._step(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
