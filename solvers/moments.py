@@ -20,6 +20,7 @@ from solvers.moments_model import Decisions, MomentsModel
 from solvers.problem import Problem
 from solvers.prune import prune
 from solvers.rematerialise import OutOfBudgetError, rematerialised_order
+from solvers.repair import repair
 from solvers.simulate import simulate, with_frees
 from solvers.solution import Compute, Solution, Status, Step
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
@@ -154,7 +155,7 @@ class _Search:
         if not violated:
             self._offer(order)
             return []
-        self._offer(prune(problem, order))
+        self._offer(prune(problem, repair(problem, order)))
         try:
             self._offer(rematerialised_order(problem, decisions))
         except OutOfBudgetError as error:
