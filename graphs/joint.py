@@ -225,25 +225,26 @@ class _Builder:
     def _split_phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """Forward and backward nodes, each in the joint graph's order.
 
-        The forward ends after the last node that a forward output needs or that has an effect without depending on a
-        gradient. What autograd traced later belongs to the backward, even where it depends on no gradient.
+        The forward is what autograd had not yet begun to differentiate when it was traced, up to the last node that a
+        forward output needs or that has an effect, and the writes to buffers, which are traced after everything else.
+        What is traced later belongs to the backward, even where it depends on no gradient.
         """
         nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
-        needed = {n for n in self.forward_outputs if isinstance(n, fx.Node)}
         depends_on_tangent: set[fx.Node] = {n for n in self.joint.graph.nodes if _is_tangent(n)}
         for node in nodes:
             if any(i in depends_on_tangent for i in node.all_input_nodes):
                 depends_on_tangent.add(node)
+        first_gradient = next((i for i, n in enumerate(nodes) if n in depends_on_tangent), len(nodes))
+        needed = {n for n in self.forward_outputs if isinstance(n, fx.Node)}
+        needed.update(n for n in nodes if recomputability.is_mutating(n) and n not in depends_on_tangent)
         for node in reversed(nodes):
             if node in needed:
                 needed.update(node.all_input_nodes)
-        first_gradient = next((i for i, n in enumerate(nodes) if n in depends_on_tangent), len(nodes))
-        end = 0
-        for i, node in enumerate(nodes):
-            if node in needed or (i < first_gradient and _has_effect(node)):
-                end = i + 1
-        forward = [n for n in nodes[:end] if n not in depends_on_tangent]
-        return forward, [n for n in nodes[:end] if n in depends_on_tangent] + nodes[end:]
+        traced_first = range(first_gradient)
+        end = max((i + 1 for i in traced_first if nodes[i] in needed or _has_effect(nodes[i])), default=0)
+        forward = [n for i, n in enumerate(nodes) if i < end or n in needed]
+        chosen = set(forward)
+        return forward, [n for n in nodes if n not in chosen]
 
     def _visit(self, node: fx.Node, phase: Phase, snapshot_nodes: Mapping[fx.Node, fx.Node]) -> None:
         """Add the op of a call_function node, or merge it into the storage that it looks at."""

@@ -7,7 +7,6 @@ beside a handle, the plan and the two graphs in the instance's ``__dict__``. Cla
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
@@ -125,7 +124,7 @@ class Attachment:
 
     def _publish(self, scheduled: Scheduled) -> None:
         self.plan = scheduled.plan
-        self.graphs = (_as_shown(scheduled.lowered.forward), _as_shown(scheduled.lowered.backward))
+        self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
         if self.module.__dict__.get(HANDLE) is self:
             self._publish_attributes()
 
@@ -180,23 +179,6 @@ def _entry_point(module: nn.Module) -> Callable[..., Any]:
 
     code = step.__code__.replace(co_name="step")
     return types.FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
-
-
-class _ShownGraph(fx.GraphModule):
-    """A graph for people to read. Copies of the module share it; a pickle leaves it out."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ShownGraph:
-        memo[id(self)] = self
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def _as_shown(module: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.copy(module)
-    graph.__class__ = type(type(module).__name__, (_ShownGraph, type(module)), {})
-    return graph
 
 
 def _name(module: nn.Module) -> str:

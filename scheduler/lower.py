@@ -41,6 +41,17 @@ class Lowered:
     saved_names: tuple[str, ...]
 
 
+class ScheduledGraph(fx.GraphModule):
+    """One half of a scheduled step. Copies of the scheduled module share it, pickles leave it out."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScheduledGraph:
+        memo[id(self)] = self
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
     """Compile a plan's steps into a forward and a backward fx graph.
 
@@ -141,9 +152,9 @@ class _Half:
         if again and op in self.capture.rng_state_ops:
             state = self.capture.graph.ops[self.capture.rng_state_ops[op]].outputs[0]
             replayed: Any = (self.value_of(state), str(_device_of(node)), node.target, *args)
-            copy = self.graph.call_function(rng.replay, replayed, kwargs)
+            copy = self._call(rng.replay, replayed, kwargs, f"{node.name}_again")
         else:
-            copy = self.graph.call_function(node.target, args, kwargs)
+            copy = self._call(node.target, args, kwargs, f"{node.name}_again" if again else node.name)
         copy.meta = dict(node.meta)
         if again:
             path = self.capture.graph.ops[op].module_path
@@ -152,7 +163,7 @@ class _Half:
             if result is node:
                 self.values[node] = copy
             elif result not in self.values:
-                item = self.graph.call_function(operator.getitem, (copy, result.args[1]))
+                item = self._call(operator.getitem, (copy, result.args[1]), {}, result.name)
                 item.meta = dict(result.meta)
                 self.values[result] = item
 
@@ -174,7 +185,7 @@ class _Half:
         elif isinstance(key, fx.Node) and not self._is_base(key):
             assert callable(key.target), key
             args, kwargs = fx.node.map_arg((key.args, key.kwargs), self.value_of)
-            value = self.graph.call_function(key.target, args, kwargs)
+            value = self._call(key.target, args, kwargs, key.name)
         else:
             raise AssertionError(f"the plan reads {key} when it is not resident")
         if isinstance(key, fx.Node):
@@ -191,6 +202,10 @@ class _Half:
                 self.graph.erase_node(node)
         self.graph.lint()
         return self.graph
+
+    def _call(self, target: Callable[..., Any], args: Any, kwargs: Any, name: str) -> fx.Node:
+        """Add a call, under the name of the joint graph's node where that is free."""
+        return self.graph.create_node("call_function", target, args, kwargs, name)
 
     def _is_base(self, node: fx.Node) -> bool:
         """Whether a node's value is a static tensor or made by a kernel, rather than a view that can be rebuilt."""
@@ -245,7 +260,7 @@ def _fake_mode_of(node: fx.Node) -> Any:
 
 def _graph_module(capture: Capture, graph: fx.Graph, comments: dict[str, str], class_name: str) -> fx.GraphModule:
     graph.on_generate_code(lambda _: _comment_writer(comments))
-    module = fx.GraphModule(capture.joint, graph, class_name)
+    module = ScheduledGraph(capture.joint, graph, class_name)
     module.recompile()
     return module
 

@@ -103,7 +103,7 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
     solution = _solver(settings).solve(problem)
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
-        raise _infeasible(problem, solution)
+        raise infeasible(problem, solution)
     validate(problem, solution)
     return Plan(
         graph=capture.graph,
@@ -137,7 +137,7 @@ def _solver(settings: Settings) -> Solver:
     return settings.solver
 
 
-def _infeasible(problem: Problem, solution: Solution) -> Infeasible:
+def infeasible(problem: Problem, solution: Solution) -> Infeasible:
     bound = floor_lower_bound(problem)
 
     return Infeasible(
