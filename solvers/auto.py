@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 
-from solvers.bounds import LOW_BUDGET_SOLVER, find_floor, floor_lower_bound
+from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bound
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
@@ -39,19 +39,22 @@ class AutoSolver:
         if keep_all.status is Status.OPTIMAL:
             return keep_all
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
-            return self._infeasible(problem, keep_all, start, proven=True)
-        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.9).solve(problem)
+            return self._infeasible(problem, keep_all, start, None)
+        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.8).solve(problem)
         if moments.status is Status.INFEASIBLE:
-            return self._infeasible(problem, moments, start, proven=True)
+            return self._infeasible(problem, moments, start, None)
         best = moments
         if moments.status is not Status.OPTIMAL:
-            walked = Rematerialiser().solve(problem)
+            walked = Rematerialiser(time_limit_s=self._left(start)).solve(problem)
             if walked.status.has_plan and (not moments.status.has_plan or walked.step_time_ns < moments.step_time_ns):
                 best = walked
         if not best.status.has_plan:
-            best = LOW_BUDGET_SOLVER.solve(problem)
+            best = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=max(self._left(start), 1.0)).solve(problem)
         if not best.status.has_plan:
-            return self._infeasible(problem, moments, start, proven=False)
+            floor = self._find_floor(problem, start)
+            if floor.bytes > problem.budget_bytes:
+                return self._infeasible(problem, moments, start, floor)
+            best = floor.plan
         bound = min(moments.lower_bound_ns, best.step_time_ns)
         within = best.step_time_ns - bound <= self.gap * bound
         return dataclasses.replace(
@@ -61,11 +64,19 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _infeasible(self, problem: Problem, found: Solution, start: float, *, proven: bool) -> Solution:
-        """The answer without a plan: how much is needed, from both sides, and which op binds."""
-        left = self.time_limit_s - (time.perf_counter() - start)
-        floor = find_floor(problem, time_limit_s=min(max(left, 1.0), 10.0))
-        how = "no schedule fits" if proven else "no schedule was found that fits"
+    def _left(self, start: float) -> float:
+        return self.time_limit_s - (time.perf_counter() - start)
+
+    def _find_floor(self, problem: Problem, start: float) -> Floor:
+        return find_floor(problem, time_limit_s=min(max(self._left(start), 1.0), 10.0))
+
+    def _infeasible(self, problem: Problem, found: Solution, start: float, floor: Floor | None) -> Solution:
+        """The answer without a plan: how much is needed, from both sides, and which op binds.
+
+        ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
+        """
+        how = "no schedule fits" if floor is None else "no schedule was found that fits"
+        floor = floor or self._find_floor(problem, start)
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import RULES, Rematerialiser
-from solvers.simulate import simulate
-from solvers.solution import Status
-from solvers.store_all import keep_all_peak_op, store_all_steps
+from solvers.solution import Solution, Status
+from solvers.store_all import StoreAllSolver, keep_all_peak_op
 
 LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
@@ -69,13 +69,19 @@ class Floor:
     """The floor from both sides, static bytes included.
 
     Attributes:
-        bytes: least budget for which a plan was found.
-        lower_bound: a proof that no schedule fits in less than its ``bytes``.
+        plan: the plan of least peak that was found.
+        lower_bound: a proof that no schedule fits in less than its ``bytes``. Where several ops bind together, its
+            ``op`` is the one at the peak of the keep-all schedule.
 
     """
 
-    bytes: int
+    plan: Solution
     lower_bound: FloorBound
+
+    @property
+    def bytes(self) -> int:
+        """Least budget for which a plan was found."""
+        return self.plan.peak_bytes
 
 
 def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 10.0) -> Floor:
@@ -87,30 +93,35 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     """
     deadline = time.perf_counter() + time_limit_s
     lower = floor_lower_bound(problem)
-    high = simulate(problem, store_all_steps(problem)).peak_bytes
+    keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
     walk = Rematerialiser(rules=(RULES[0], RULES[-1]))
-    slack = tolerance * high
-    high = _bisect(problem, walk, (lower.bytes, high), slack, deadline)[1]
-    proven, high = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, high), slack, deadline)
-    return Floor(high, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
+    slack = tolerance * keep_all.peak_bytes
+    _, plan = _bisect(problem, walk, (lower.bytes, keep_all), slack, deadline)
+    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, deadline)
+    return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 
 def _bisect(
-    problem: Problem, solver: MomentsSolver | Rematerialiser, interval: tuple[int, int], slack: float, deadline: float
-) -> tuple[int, int]:
-    """What is proven to be too little, plus one, and the least budget in ``interval`` that ``solver`` can plan."""
-    low, high = interval
+    problem: Problem,
+    solver: MomentsSolver | Rematerialiser,
+    interval: tuple[int, Solution],
+    slack: float,
+    deadline: float,
+) -> tuple[int, Solution]:
+    """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
+    low, plan = interval
     proven = low
     candidate = low
-    while high > low and time.perf_counter() < deadline:
-        solution = solver.solve(problem.with_budget(candidate))
+    while plan.peak_bytes > low and (left := deadline - time.perf_counter()) > 0:
+        limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, left))
+        solution = limited.solve(problem.with_budget(candidate))
         if solution.status.has_plan:
-            high = solution.peak_bytes
+            plan = solution
         else:
             low = candidate + 1
             if solution.status is Status.INFEASIBLE and isinstance(solver, MomentsSolver):
                 proven = low
-        if high - low <= slack:
+        if plan.peak_bytes - low <= slack:
             break
-        candidate = (low + high) // 2
-    return proven, high
+        candidate = (low + plan.peak_bytes) // 2
+    return proven, plan

@@ -316,11 +316,13 @@ class Rematerialiser:
     """Heuristic solver: the strict-budget walk under several eviction rules. Proves nothing but the keep-all time.
 
     Attributes:
-        rules: eviction rules to try; the fastest plan is returned.
+        rules: eviction rules to try, in order; the fastest plan is returned.
+        time_limit_s: no further rule is tried after this.
 
     """
 
     rules: tuple[EvictionRule, ...] = RULES
+    time_limit_s: float = 60.0
 
     def solve(self, problem: Problem) -> Solution:
         """Return the fastest plan, ``OPTIMAL`` only where it recomputes nothing, or ``INFEASIBLE`` without proof."""
@@ -328,6 +330,8 @@ class Rematerialiser:
         best: tuple[int, tuple[int, ...]] | None = None
         stuck = 0
         for rule in self.rules:
+            if time.perf_counter() - start > self.time_limit_s:
+                break
             try:
                 order = rematerialised_order(problem, rule=rule)
             except OutOfBudgetError as error:
