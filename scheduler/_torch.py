@@ -121,12 +121,29 @@ def native_kernels() -> Iterator[None]:
         taken = {key: operator.py_kernels.pop(key) for key in _TRACING_KEYS if key in operator.py_kernels}
         operator._dispatch_cache.clear()
         saved.append((operator, taken))
+    dropout = torch.ops.aten.dropout.default
+    fused = {key: dropout.py_kernels[key] for key in _TRACING_KEYS if key in dropout.py_kernels}
+    saved.append((dropout, fused))
+    dropout.py_kernels.update({key: _dropout_kernel(kernel) for key, kernel in fused.items()})
+    dropout._dispatch_cache.clear()
     try:
         yield
     finally:
         for operator, taken in saved:
             operator.py_kernels.update(taken)
             operator._dispatch_cache.clear()
+
+
+def _dropout_kernel(fused: Callable[..., Any]) -> Callable[..., Any]:
+    """Dropout as eager mode computes it: in 16 bits on CPU the scale is rounded, elsewhere the fused op serves."""
+
+    def kernel(x: torch.Tensor, p: float, train: bool) -> Any:  # noqa: FBT001 - the operator's schema
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            composite = torch._C.DispatchKey.CompositeImplicitAutograd
+            return torch.ops.aten.dropout.default._op_dk(composite, x, p, train)
+        return fused(x, p, train)
+
+    return kernel
 
 
 def capture_config() -> contextlib.AbstractContextManager[None]:

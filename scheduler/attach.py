@@ -52,7 +52,10 @@ class Attachment:
         self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
         self.only_plan = False
         self._substituted = needing_substitute(module)
+        self._parameters = tuple(module.parameters())
+        self._least_room: int | None = None
         self._step = self._compile()
+        self._accumulating_step: Callable[..., Any] | None = None
 
     def _compile(self) -> Callable[..., Any]:
         backend = Backend(
@@ -82,7 +85,7 @@ class Attachment:
             return self._plain(*args, **kwargs)
         with _torch.capture_config(), substituted(self._substituted):
             try:
-                return self._step(*args, **kwargs)
+                return self._step_for_now()(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 if isinstance(inner, CheckpointSchedulerError | ValueError):
@@ -93,6 +96,21 @@ class Attachment:
                     f"{_name(self.module)} could not be captured as one graph. {error}\n"
                     "Move what breaks the graph out of the module's forward, or schedule the submodules around it."
                 ) from error
+
+    def _step_for_now(self) -> Callable[..., Any]:
+        """The compiled step to run: another one where gradients are resident for which the first one left no room.
+
+        A plan made while no gradients exist does not count them. From the second step of an accumulation on they do
+        exist; where the plan's peak and they together exceed the budget, the step is planned again with them.
+        """
+        if self._least_room is None or self.given is not None:
+            return self._step
+        existing = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
+        if existing <= self._least_room:
+            return self._step
+        if self._accumulating_step is None:
+            self._accumulating_step = self._compile()
+        return self._accumulating_step
 
     def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Plan for a batch without running the step."""
@@ -123,7 +141,11 @@ class Attachment:
                 attributes.pop(name, None)
 
     def _publish(self, scheduled: Scheduled) -> None:
-        self.plan = scheduled.plan
+        self.plan = plan = scheduled.plan
+        self._parameters = tuple(self.module.parameters())
+        if self._accumulating_step is None and plan.budget_bytes is not None:
+            room = plan.budget_bytes - plan.peak_bytes + plan.static.get("gradients", 0)
+            self._least_room = room if self._least_room is None else min(room, self._least_room)
         self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
         if self.module.__dict__.get(HANDLE) is self:
             self._publish_attributes()

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from graphs.errors import UnsupportedModelError
+from graphs.joint import CUDA_ALLOCATION_BYTES
 from scheduler._torch import FakeTensorMode, unset_fake_temporarily
 from scheduler.memory import bytes_of, tensors_in
 
 logger = logging.getLogger(__name__)
+
+_LOSS_SCALARS = 2
 
 
 def static_memory(
@@ -23,7 +26,8 @@ def static_memory(
 ) -> dict[str, int]:
     """Bytes resident throughout a step, by what they are for; a storage counts once, under the first name that fits.
 
-    On CUDA ``other`` is what the allocator holds beyond these: other models, data prefetched, cuBLAS workspaces.
+    ``other`` is the loss and its gradient, which the caller of ``backward()`` holds until it ends, and on CUDA what the
+    allocator holds beyond all these: other models, data prefetched, cuBLAS workspaces.
 
     Args:
         module: the scheduled module.
@@ -40,11 +44,11 @@ def static_memory(
         "gradients": bytes_of([p.grad for p in parameters if p.grad is not None], device, seen),
         "optimizer": optimizer_bytes(optimizer, device, seen) if optimizer is not None else 0,
         "inputs": bytes_of(tensors_in(inputs), device, seen),
-        "other": 0,
+        "other": _LOSS_SCALARS * (CUDA_ALLOCATION_BYTES if device.type == "cuda" else 4),
     }
     if device.type == "cuda" and all(p.device.type == "cuda" for p in parameters):
         pending = _pending_optimizer_bytes(optimizer, device) if optimizer is not None else 0
-        static["other"] = max(0, torch.cuda.memory_allocated(device) + pending - sum(static.values()))
+        static["other"] += max(0, torch.cuda.memory_allocated(device) + pending - sum(static.values()))
     return static
 
 
