@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphs._torch import OpOverload, schema_of
+from graphs.grad_mode import as_recorded
 from graphs.ir import StorageKind
 from graphs.joint import Capture
 from scheduler.runtime import rng
@@ -154,7 +155,8 @@ class _Half:
             replayed: Any = (self.value_of(state), str(_device_of(node)), node.target, *args)
             copy = self._call(rng.replay, replayed, kwargs, f"{node.name}_again")
         else:
-            copy = self._call(node.target, args, kwargs, f"{node.name}_again" if again else node.name)
+            target, args = as_recorded(node.target, args)
+            copy = self._call(target, args, kwargs, f"{node.name}_again" if again else node.name)
         copy.meta = dict(node.meta)
         if again:
             path = self.capture.graph.ops[op].module_path

@@ -29,6 +29,7 @@ from graphs.costs.measure import measure_call
 from graphs.costs.roofline import estimate, makes_view
 from graphs.costs.samples import Sampler
 from graphs.costs.signature import op_signature, packet_name, target_name
+from graphs.grad_mode import as_recorded
 from graphs.ir import Costs
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,8 @@ class _Session:
             return reason
         try:
             args, kwargs = sampler.arguments(node)
-            target: Any = node.target
+            assert callable(node.target)
+            target, args = as_recorded(node.target, tuple(args))
             self.measured[key] = measure_call(lambda: target(*args, **kwargs), self.device)
         except Exception as error:  # noqa: BLE001 - whatever an op raises, training must not end by it
             first_line = str(error).partition("\n")[0]
