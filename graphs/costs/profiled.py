@@ -18,7 +18,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
