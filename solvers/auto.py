@@ -68,7 +68,7 @@ class AutoSolver:
         return self.time_limit_s - (time.perf_counter() - start)
 
     def _find_floor(self, problem: Problem, start: float) -> Floor:
-        return find_floor(problem, time_limit_s=min(max(self._left(start), 1.0), 10.0))
+        return find_floor(problem, time_limit_s=min(max(self._left(start), 1.0), 20.0))
 
     def _infeasible(self, problem: Problem, found: Solution, start: float, floor: Floor | None) -> Solution:
         """The answer without a plan: how much is needed, from both sides, and which op binds.

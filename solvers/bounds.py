@@ -84,20 +84,28 @@ class Floor:
         return self.plan.peak_bytes
 
 
-def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 10.0) -> Floor:
+def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 20.0) -> Floor:
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
     Bisection between :func:`floor_lower_bound` and the keep-all peak, to ``tolerance`` of the latter: first by the
-    strict-budget walk, which is fast, then by :data:`LOW_BUDGET_SOLVER`, whose proofs of infeasibility raise the lower
-    bound. The peak of each plan found tightens the search.
+    strict-budget walk with late storages pinned, which is fast, then without, then by :data:`LOW_BUDGET_SOLVER`, whose
+    proofs of infeasibility raise the lower bound. The peak of each plan found tightens the search. The first two get a
+    quarter of the time each.
     """
-    deadline = time.perf_counter() + time_limit_s
+    start = time.perf_counter()
     lower = floor_lower_bound(problem)
     keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
-    walk = Rematerialiser(rules=(RULES[0], RULES[-1]))
     slack = tolerance * keep_all.peak_bytes
-    _, plan = _bisect(problem, walk, (lower.bytes, keep_all), slack, deadline)
-    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, deadline)
+    plan = keep_all
+    for rule, share in ((RULES[0], 0.25), (RULES[-1], 0.5)):
+        walk = Rematerialiser(rules=(rule,))
+        _, plan = _bisect(problem, walk, (lower.bytes, plan), 2 * slack, start + share * time_limit_s)
+    left = start + time_limit_s - time.perf_counter()
+    limited = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=min(LOW_BUDGET_SOLVER.time_limit_s, left))
+    at_low = limited.solve(problem.with_budget(lower.bytes))
+    if at_low.status.has_plan:
+        return Floor(at_low, lower)
+    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 
@@ -111,8 +119,8 @@ def _bisect(
     """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
     low, plan = interval
     proven = low
-    candidate = low
-    while plan.peak_bytes > low and (left := deadline - time.perf_counter()) > 0:
+    while plan.peak_bytes - low > slack and (left := deadline - time.perf_counter()) > 0:
+        candidate = (low + plan.peak_bytes) // 2
         limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, left))
         solution = limited.solve(problem.with_budget(candidate))
         if solution.status.has_plan:
@@ -121,7 +129,4 @@ def _bisect(
             low = candidate + 1
             if solution.status is Status.INFEASIBLE and isinstance(solver, MomentsSolver):
                 proven = low
-        if plan.peak_bytes - low <= slack:
-            break
-        candidate = (low + plan.peak_bytes) // 2
     return proven, plan

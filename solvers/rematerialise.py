@@ -306,7 +306,7 @@ def rematerialised_order(
         OutOfBudgetError: the walk found no room for an op, which proves nothing about other schedules.
 
     """
-    walk = _Walk(problem, rule, guide, execution_limit=4 * len(problem.time_ns) + 500)
+    walk = _Walk(problem, rule, guide, execution_limit=3 * len(problem.time_ns) + 500)
     order = walk.run()
     return prune(problem, order) if improve else order
 
