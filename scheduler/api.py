@@ -166,7 +166,7 @@ def plan(
     )
     settings.check()
     with fake_step(model, args, kwargs or {}) as (twin, fake_args, fake_kwargs):
-        attachment = Attachment(twin, settings, optimizer=optimizer)
+        attachment = Attachment(twin, settings, optimizer=optimizer, only_plan=True)
         attachment.plan_for(fake_args, fake_kwargs)
     if attachment.plan is None:
         raise ValueError(

@@ -41,6 +41,7 @@ class Attachment:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         given: Plan | None = None,
+        only_plan: bool = False,
     ) -> None:
         self.module = module
         self.settings = settings
@@ -50,7 +51,7 @@ class Attachment:
         self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self.previous_call: Any = None
         self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
-        self.only_plan = False
+        self.only_plan = only_plan
         self._substituted = needing_substitute(module)
         self._parameters = tuple(module.parameters())
         self._least_room: int | None = None
@@ -63,6 +64,7 @@ class Attachment:
             settings=self.settings,
             optimizer=self.optimizer,
             given=self.given,
+            on_planned=self._end_here if self.only_plan else None,
             on_scheduled=self._publish,
         )
 
@@ -70,6 +72,10 @@ class Attachment:
             return self._unless_only_planning(backend(gm, example_inputs))
 
         return torch.compile(_entry_point(self.module), backend=planned, fullgraph=True, dynamic=False)
+
+    def _end_here(self, plan: Plan) -> None:
+        self.plan = plan
+        raise _PlannedWithoutRunningError
 
     def _unless_only_planning(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
@@ -88,7 +94,7 @@ class Attachment:
                 return self._step_for_now()(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
                 inner = error.inner_exception
-                if isinstance(inner, CheckpointSchedulerError | ValueError):
+                if isinstance(inner, CheckpointSchedulerError | ValueError | _PlannedWithoutRunningError):
                     raise inner from None
                 raise CaptureError(f"{_name(self.module)} could not be planned: {inner!r}") from error
             except (_torch.Unsupported, _torch.UserError) as error:
@@ -114,13 +120,13 @@ class Attachment:
 
     def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Plan for a batch without running the step."""
-        self.only_plan = True
+        before, self.only_plan = self.only_plan, True
         try:
             self(*args, **kwargs)
         except _PlannedWithoutRunningError:
             pass
         finally:
-            self.only_plan = False
+            self.only_plan = before
 
     def install(self) -> None:
         """Make the module scheduled. An earlier schedule must have been removed."""

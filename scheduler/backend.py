@@ -40,7 +40,8 @@ class Backend:
         settings: how to plan.
         optimizer: whose state counts as resident.
         given: a plan to run instead of solving.
-        on_scheduled: called with each step that has been planned, before it first runs.
+        on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
+        on_scheduled: called with each step that has been planned and lowered, before it first runs.
 
     """
 
@@ -51,18 +52,20 @@ class Backend:
         settings: Settings,
         optimizer: torch.optim.Optimizer | None = None,
         given: Plan | None = None,
+        on_planned: Callable[[Plan], None] | None = None,
         on_scheduled: Callable[[Scheduled], None] | None = None,
     ) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
         self.given = given
+        self.on_planned = on_planned
         self.on_scheduled = on_scheduled
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         secondary = secondary_outputs(gm)
-        compilation = _Compilation(self, example_inputs)
+        compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
         compiled = _torch.compile_joint(detach_outputs(gm, secondary), example_inputs, compilation.partition)
         scheduled, reach = compilation.scheduled, compilation.reach
         if scheduled is None or reach is None:  # nothing here is differentiated
@@ -77,9 +80,10 @@ class Backend:
 class _Compilation:
     """State of one compilation: AOTAutograd calls :meth:`partition` once, if the graph is differentiated."""
 
-    def __init__(self, backend: Backend, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, backend: Backend, example_inputs: Sequence[Any], *, keeps_context: bool) -> None:
         self.backend = backend
         self.example_inputs = example_inputs
+        self.keeps_context = keeps_context
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
 
@@ -103,9 +107,13 @@ class _Compilation:
         if plan is None:
             module = backend.module if backend.module is not None else nn.Module()
             static = static_memory(module, self.example_inputs, backend.optimizer, device)
+            if self.keeps_context:
+                static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
             plan = make_plan(capture, static, backend.settings)
         else:
             plan.check_fits(capture.graph)
+        if backend.on_planned is not None:
+            backend.on_planned(plan)
         lowered = lower(capture, plan.steps)
         self.scheduled = Scheduled(plan, capture, lowered)
         return lowered.forward, lowered.backward

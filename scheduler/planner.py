@@ -127,8 +127,19 @@ def cost_model(capture: Capture, settings: Settings) -> Costs:
             raise ValueError(f"costs of {len(settings.costs.time_ns)} ops for a step of {len(capture.graph.ops)} ops")
         return settings.costs
     if settings.costs == "profiled":
-        return profiled(capture.nodes, capture.device)
-    return roofline(capture.nodes, settings.device_spec or "cpu")
+        costs = profiled(capture.nodes, capture.device)
+    else:
+        costs = roofline(capture.nodes, settings.device_spec or "cpu")
+    return _with_replay_workspace(capture, costs)
+
+
+def _with_replay_workspace(capture: Capture, costs: Costs) -> Costs:
+    """Count what replaying a random op needs: the generator's present state is held while the op runs."""
+    workspace = list(costs.workspace_bytes)
+    for op, recording in capture.rng_state_ops.items():
+        state = capture.graph.ops[recording].outputs[0]
+        workspace[op] += capture.graph.storages[state].bytes
+    return dataclasses.replace(costs, workspace_bytes=tuple(workspace))
 
 
 def _solver(settings: Settings) -> Solver:
@@ -138,6 +149,7 @@ def _solver(settings: Settings) -> Solver:
 
 
 def infeasible(problem: Problem, solution: Solution) -> Infeasible:
+    """The error that says how much a step needs at least, and which op binds."""
     bound = floor_lower_bound(problem)
 
     return Infeasible(
