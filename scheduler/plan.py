@@ -14,7 +14,7 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from graphs.ir import Costs, Op, Storage, TrainingGraph
@@ -30,6 +30,10 @@ from solvers.validate import validate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch import nn
+
+    from scheduler.explain import Explanation
+    from scheduler.export.modules import Applied
 
 __all__ = ["Action", "Category", "Decision", "Plan", "Sample"]
 
@@ -246,6 +250,24 @@ class Plan:
         from scheduler.report.plots import plot_plan
 
         return plot_plan(self, ax)
+
+    def explain(self, path: str, *, price: bool = True) -> Explanation:
+        """What happens to each tensor of a module and why; see :func:`scheduler.explain.explain`."""
+        from scheduler.explain import explain
+
+        return explain(self, path, price=price)
+
+    def to_sac_policy(self, module: str = "") -> Callable[[], tuple[Any, Any]]:
+        """A ``context_fn`` for ``torch.utils.checkpoint``; see :func:`scheduler.export.sac.to_sac_policy`."""
+        from scheduler.export.sac import to_sac_policy
+
+        return to_sac_policy(self, module)
+
+    def apply_modules(self, model: nn.Module) -> Applied:
+        """Checkpoint whole modules of an eager model; see :func:`scheduler.export.modules.apply_modules`."""
+        from scheduler.export.modules import apply_modules
+
+        return apply_modules(self, model)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready form, with ``schema_version``."""

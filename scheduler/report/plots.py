@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from scheduler.plan import Plan
 
-_COLOURS: Final = {
+COLOURS: Final = {
     Category.STATIC: "#b0b7bf",
     Category.GRADIENTS: "#7f6a93",
     Category.OUTPUTS: "#4e9a8f",
@@ -33,14 +33,14 @@ def plot_plan(plan: Plan, ax: Axes | None = None) -> Axes:
         ImportError: matplotlib is not installed.
 
     """
-    axes = _new_axes() if ax is None else ax
+    axes = new_axes() if ax is None else ax
     milliseconds, layers = _steps_of(plan)
     used = [category for category in Category if any(layers[category])]
     axes.stackplot(
         milliseconds,
         [layers[category] for category in used],
         labels=[category.value for category in used],
-        colors=[_COLOURS[category] for category in used],
+        colors=[COLOURS[category] for category in used],
         linewidth=0,
     )
     axes.axhline(plan.peak_bytes / 1e9, color="black", linewidth=0.8, linestyle=":", label="predicted peak")
@@ -56,7 +56,8 @@ def plot_plan(plan: Plan, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def _new_axes() -> Axes:
+def new_axes() -> Axes:
+    """Axes of a figure of their own, outside of pyplot. Raises ``ImportError`` where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -108,7 +108,7 @@ def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
         block = figures.setdefault(block_of(decision.module_path), _Figures())
         if decision.action is Action.KEPT:
             block.kept_bytes += decision.bytes
-        elif decision.action is Action.RECOMPUTED and _kept_by_plain_training(plan.graph, decision.storage):
+        elif decision.action is Action.RECOMPUTED and kept_by_plain_training(plan.graph, decision.storage):
             block.recomputed_bytes += decision.bytes
     for sample in plan.samples:
         if sample.again:
@@ -125,7 +125,7 @@ def block_of(module_path: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _kept_by_plain_training(graph: TrainingGraph, storage: int) -> bool:
+def kept_by_plain_training(graph: TrainingGraph, storage: int) -> bool:
     """Whether the forward makes a storage that the backward reads."""
     producer, readers = graph.storages[storage].producer, graph.readers[storage]
     return producer is not None and producer < graph.forward_ops and bool(readers) and readers[-1] >= graph.forward_ops

@@ -1,0 +1,31 @@
+"""The application: one command per file of this package."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from graphs.errors import CheckpointSchedulerError
+from scheduler.cli import compare, explain, export, fit, plan, policy, show, sweep
+from scheduler.cli.console import error
+
+app = typer.Typer(
+    name="checkpoint-scheduler",
+    help="Plan a PyTorch training step under a memory budget before running it, and look at plans.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (plan, show, explain, compare, sweep, fit, policy, export):
+    app.command(command.NAME)(command.run)
+
+
+def main() -> None:
+    """Run the command line. What a user can mend ends in a line on standard error and status 1, not in a traceback."""
+    try:
+        app()
+    except (CheckpointSchedulerError, OSError) as problem:
+        error(str(problem))
+        sys.exit(1)

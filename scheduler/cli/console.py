@@ -1,0 +1,87 @@
+"""What every command prints with: results on standard output, progress and errors on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
+from rich.table import Table
+
+SCHEMA_VERSION = 1
+_spinning: list[tuple[Status, str]] = []  # a terminal can show one at a time
+_NARROWEST = 100  # columns where output goes to a file or a pipe
+
+
+def output() -> Console:
+    """The console of results. Made anew for each command, so that a replaced ``sys.stdout`` counts."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _NARROWEST))
+
+
+def error(message: str) -> None:
+    """One message on standard error."""
+    Console(stderr=True).print(f"[bold red]error:[/] {_escaped(message)}", highlight=False, soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """A remark on standard error, which neither a pipe nor ``--json`` sees."""
+    Console(stderr=True).print(_escaped(message), highlight=False, soft_wrap=True, style="dim")
+
+
+def print_json(kind: str, fields: Mapping[str, Any]) -> None:
+    """Print a result as one JSON object with its kind and schema version."""
+    typer.echo(json.dumps({"kind": kind, "schema_version": SCHEMA_VERSION} | dict(fields), indent=1))
+
+
+@contextlib.contextmanager
+def working(message: str) -> Iterator[None]:
+    """Show on a terminal what is going on until the block ends. Within another such block, change its text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+    elif _spinning:
+        outer, before = _spinning[-1]
+        outer.update(message)
+        try:
+            yield
+        finally:
+            outer.update(before)
+    else:
+        with console.status(message) as status:
+            _spinning.append((status, message))
+            try:
+                yield
+            finally:
+                _spinning.pop()
+
+
+@contextlib.contextmanager
+def progress(message: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar of ``total`` steps, on a terminal only. Call what is yielded after each step."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(message, total=total)
+        yield lambda: bar.advance(task)
+
+
+def table(*columns: str) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    made = Table()
+    for position, column in enumerate(columns):
+        made.add_column(column, justify="right" if position else "left", overflow="fold", no_wrap=position > 0)
+    return made
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

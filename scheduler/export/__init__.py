@@ -1,0 +1,1 @@
+"""Plans in the forms that other tools read."""

@@ -1,0 +1,219 @@
+"""The largest batch, or sequence, that a budget allows, and what it brings.
+
+A step of ``n`` samples is captured for a few ``n`` only. Its least feasible budget grows close to linearly in the batch
+(and at most quadratically in the sequence), so that the secant through two known floors lands near the answer; the
+answer itself is bracketed: a plan exists for ``n``, and none was found for the next larger one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Final
+
+from graphs.ir import StorageKind
+from scheduler.errors import Infeasible
+from scheduler.plan import Plan
+from scheduler.replan import replan
+from scheduler.units import format_bytes
+from solvers.auto import AutoSolver
+from solvers.bounds import find_floor
+
+_MOST_PROBES: Final = 16
+_SMALL_SHARE: Final = 0.10  # of the budget, below which activations are not worth a word
+_SAME_SPEED: Final = 1.01  # throughput ratio below which two batches count as equally fast
+_GB: Final = 10**9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FitRow:
+    """A step of one size under the budget.
+
+    Attributes:
+        size: the batch, or the tokens of a sequence.
+        plan: its plan.
+        per_second: sizes per second of forward and backward: samples/s, or tokens/s of one batch row.
+        gained_per_gb: sizes per second that another GB of budget would add at this size; 0 where nothing is recomputed.
+
+    """
+
+    size: int
+    plan: Plan
+    per_second: float
+    gained_per_gb: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What :func:`fit` found.
+
+    Attributes:
+        budget_bytes: the budget.
+        largest: the largest size for which a plan was found.
+        refused: the next larger size, for which none was found; ``None`` where ``largest`` is the limit of the search.
+        plain: the largest size that fits without recomputation; 0 where none does.
+        rows: from ``plain`` to ``largest``, ascending.
+        worth: whether checkpointing pays here.
+        verdict: why, in a sentence.
+
+    """
+
+    budget_bytes: int
+    largest: int
+    refused: int | None
+    plain: int
+    rows: tuple[FitRow, ...]
+    worth: bool
+    verdict: str
+
+    @property
+    def fastest(self) -> FitRow:
+        """The row with the highest throughput; of equals the smallest size."""
+        return max(self.rows, key=lambda row: (row.per_second, -row.size))
+
+
+def fit(
+    capture: Callable[[int], Plan],
+    budget_bytes: int,
+    *,
+    multiple: int = 1,
+    most: int = 65536,
+    time_limit_s: float = 20.0,
+    gap: float = 0.005,
+) -> Fit:
+    """Find the largest size that fits a budget, and compare throughput from the plain step up to it.
+
+    Args:
+        capture: makes a keep-all plan (without a budget) of the step of a given size.
+        budget_bytes: most bytes live at once, static ones included.
+        multiple: sizes are multiples of this.
+        most: sizes above this are not tried.
+        time_limit_s: bound on each solve, in seconds.
+        gap: as in :func:`scheduler.replan.replan`.
+
+    Raises:
+        Infeasible: not even the least size fits.
+        ValueError: ``most`` is below ``multiple``.
+
+    """
+    if most < multiple:
+        raise ValueError(f"the largest size to try, {most}, is below the least one, {multiple}")
+    probe = _Prober(capture, budget_bytes, multiple, time_limit_s, gap)
+    top = most // multiple
+    plain = probe.largest(top, probe.plain_peak, lambda n: probe.plain_peak(n) <= budget_bytes)
+    if plain == top:
+        largest = top
+    else:
+        probe.plan(max(1, plain))  # raises where not even the least size fits
+        largest = probe.largest(top, probe.floor, probe.fits, known=max(1, plain))
+    sizes = sorted({n for n in (plain, (plain + largest) // 2, largest) if n})
+    rows = tuple(probe.row(n) for n in sizes)
+    worth, verdict = _verdict(rows, plain * multiple, largest * multiple, budget_bytes)
+    refused = None if largest == top else (largest + 1) * multiple
+    return Fit(budget_bytes, largest * multiple, refused, plain * multiple, rows, worth, verdict)
+
+
+class _Prober:
+    """What is known of each size, in multiples; captured and solved at most once."""
+
+    def __init__(
+        self, capture: Callable[[int], Plan], budget: int, multiple: int, time_limit_s: float, gap: float
+    ) -> None:
+        self.budget, self.multiple = budget, multiple
+        self.captured = functools.cache(lambda n: capture(n * multiple))
+        self.solver = AutoSolver(time_limit_s=time_limit_s, gap=gap)
+        self.plans: dict[int, Plan] = {}
+        self.floors: dict[int, int] = {}
+        self.refused: set[int] = set()
+
+    def plain_peak(self, n: int) -> int:
+        return self.captured(n).keep_all_peak_bytes
+
+    def floor(self, n: int) -> int:
+        if n not in self.floors:
+            self.floors[n] = find_floor(self.captured(n).problem).bytes
+        return self.floors[n]
+
+    def plan(self, n: int) -> Plan:
+        if n not in self.plans:
+            self.plans[n] = replan(self.captured(n), self.budget, solver=self.solver)
+        return self.plans[n]
+
+    def fits(self, n: int) -> bool:
+        if n in self.refused:
+            return False
+        try:
+            self.plan(n)
+        except Infeasible:
+            self.refused.add(n)
+            return False
+        return True
+
+    def largest(self, top: int, need: Callable[[int], int], fits: Callable[[int], bool], known: int = 0) -> int:
+        """The largest ``n`` up to ``top`` that fits: secant through needs, until neighbours are told apart."""
+        low, high = known, top + 1  # low fits (or is 0), high does not
+        points = sorted({(n, need(n)) for n in (max(known, 1), min(max(known, 1) + 1, top))})
+        if not known and not fits(1):
+            return 0
+        low = max(low, 1)
+        for _ in range(_MOST_PROBES):
+            if high - low <= 1:
+                break
+            guess = min(max(_secant(points, self.budget), low + 1), high - 1)
+            if fits(guess):
+                low = guess
+            else:
+                high = guess
+            points = sorted({*points, (guess, need(guess))})[-3:] if guess not in dict(points) else points
+        return low
+
+    def row(self, n: int) -> FitRow:
+        size = n * self.multiple
+        plan = self.plan(n)
+        speed = size * 1e9 / plan.step_time_ns
+        gained = 0.0
+        if not plan.is_noop:
+            extra = min(_GB, max(self.budget // 10, 1))
+            richer = replan(self.captured(n), self.budget + extra, solver=self.solver)
+            gained = max(0.0, size * 1e9 / richer.step_time_ns - speed) * _GB / extra
+        return FitRow(size, plan, speed, gained)
+
+
+def _secant(points: list[tuple[int, int]], budget: int) -> int:
+    """Where the line through the two points nearest to the budget meets it."""
+    nearest = sorted(sorted(points, key=lambda point: abs(point[1] - budget))[:2])
+    if len(nearest) < 2 or nearest[1][1] <= nearest[0][1]:
+        return points[-1][0] * 2
+    (n0, y0), (n1, y1) = nearest
+    return int(n0 + (budget - y0) * (n1 - n0) / (y1 - y0))
+
+
+def activation_bytes(plan: Plan) -> int:
+    """Peak of plain training less what no schedule can lower: static bytes and the gradients the step makes."""
+    gradients = sum(s.bytes for s in plan.graph.storages if s.kind is StorageKind.GRADIENT)
+    return max(0, plan.keep_all_peak_bytes - plan.static_bytes - gradients)
+
+
+def _verdict(rows: tuple[FitRow, ...], plain: int, largest: int, budget: int) -> tuple[bool, str]:
+    """Whether checkpointing pays, and why."""
+    first, best = rows[0], max(rows, key=lambda row: row.per_second)
+    share = activation_bytes(first.plan) / budget
+    if largest == plain:
+        return False, f"Checkpointing is not worth it here: {plain} fits without it, and nothing larger fits with it."
+    if not plain:
+        return True, "Nothing fits without checkpointing."
+    if best.per_second <= first.per_second * _SAME_SPEED:
+        return False, (
+            f"Checkpointing brings no throughput here: {plain} fits without it and is as fast per unit as anything "
+            f"larger. Use it only if a larger size than {plain} is wanted for its own sake."
+        )
+    if plain and share < _SMALL_SHARE and largest < 2 * plain:
+        return False, (
+            f"Checkpointing is hardly worth it here: activations of {plain} are "
+            f"{format_bytes(activation_bytes(first.plan))}, {share:.0%} of the budget; the rest cannot be recomputed."
+        )
+    return True, (
+        f"Checkpointing pays: {best.size} is {best.per_second / first.per_second - 1:.1%} faster per unit than "
+        f"{plain}, the largest that fits without it."
+    )

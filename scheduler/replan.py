@@ -1,0 +1,249 @@
+"""Other budgets for a step that is captured already: re-solving a plan, and the whole trade-off curve.
+
+Capturing a step takes longer than solving it. A :class:`~scheduler.plan.Plan` holds the captured graph and its costs:
+any number of budgets can be solved from one, on any machine and without the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from scheduler.errors import Infeasible
+from scheduler.plan import Plan
+from scheduler.planner import Solver, infeasible
+from solvers.auto import AutoSolver
+from solvers.bounds import find_floor
+from solvers.problem import Problem
+from solvers.simulate import simulate
+from solvers.solution import Solution, Status
+from solvers.store_all import store_all_steps
+from solvers.strategies import BlockCheckpoint, BlockSegments, EveryKthBlock, SelectiveAttention, SqrtSegments
+from solvers.validate import validate
+
+DEFAULT_POINTS: Final = 15
+
+#: The strategies that people apply by hand, by the name under which reports show them.
+BASELINES: Final[Mapping[str, Solver]] = {
+    "checkpoint every block": BlockCheckpoint(),
+    "checkpoint every 2nd block": EveryKthBlock(k=2),
+    "checkpoint 2 blocks at a time": BlockSegments(k=2),
+    "√n segments": SqrtSegments(),
+    "recompute attention only": SelectiveAttention(),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One budget of a sweep, with the best plan known for it.
+
+    Attributes:
+        budget_bytes: the budget, static bytes included.
+        peak_bytes: predicted peak of the plan.
+        step_time_ns: predicted time of forward and backward.
+        lower_bound_ns: no schedule within the budget is faster.
+        overhead: added time / keep-all time.
+        solve_seconds: wall time of the solve; 0 where the plan of another budget serves this one.
+
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    step_time_ns: int
+    lower_bound_ns: int
+    overhead: float
+    solve_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """(step time − lower bound) / lower bound."""
+        return self.step_time_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a strategy applied by hand needs and costs: a point beside the curve.
+
+    Attributes:
+        name: for a person.
+        peak_bytes: what it needs, static bytes included.
+        step_time_ns: its predicted step time.
+        overhead: added time / keep-all time.
+        plan_overhead: overhead of the plan whose budget is that peak; ``None`` where none was found.
+
+    """
+
+    name: str
+    peak_bytes: int
+    step_time_ns: int
+    overhead: float
+    plan_overhead: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The trade-off between memory and time of one step.
+
+    Attributes:
+        plan: the plan whose step was swept.
+        points: from the least budget to the keep-all peak.
+        baselines: strategies applied by hand, each with the peak that it needs.
+        knee: index in ``points`` of the budget below which memory becomes dear; ``None`` for a curve without one.
+
+    """
+
+    plan: Plan
+    points: tuple[SweepPoint, ...]
+    baselines: tuple[Baseline, ...]
+    knee: int | None
+
+
+def replan(
+    plan: Plan, budget_bytes: int, *, solver: Solver | None = None, time_limit_s: float = 60.0, gap: float = 0.005
+) -> Plan:
+    """Solve the step of a plan again under another budget.
+
+    Args:
+        plan: any plan of the step.
+        budget_bytes: most bytes live at once, static ones included.
+        solver: ``None`` for the portfolio that :func:`scheduler.schedule` uses.
+        time_limit_s: bound on solving, in seconds.
+        gap: relative gap to the lower bound at which solving may stop.
+
+    Raises:
+        Infeasible: no plan was found within the budget.
+
+    """
+    problem = plan.problem.with_budget(budget_bytes)
+    solution = (solver or AutoSolver(time_limit_s=time_limit_s, gap=gap)).solve(problem)
+    if solution.status is not Status.OPTIMAL:
+        solution = _or_by_hand(problem, solution)
+    if not solution.status.has_plan:
+        raise infeasible(problem, solution)
+    validate(problem, solution)
+    return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
+
+
+def _or_by_hand(problem: Problem, solution: Solution) -> Solution:
+    """The fastest of a solution and the strategies applied by hand: at the least budgets these may be all there is."""
+    for strategy in BASELINES.values():
+        other = strategy.solve(problem)
+        if other.status.has_plan and (not solution.status.has_plan or other.step_time_ns < solution.step_time_ns):
+            bound = min(max(solution.lower_bound_ns, problem.keep_all_time_ns), other.step_time_ns)
+            solution = dataclasses.replace(other, status=Status.FEASIBLE, lower_bound_ns=bound)
+    return solution
+
+
+def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS, *, time_limit_s: float = 10.0) -> tuple[int, ...]:
+    """``count`` budgets in equal steps from the least one with a plan to the keep-all peak, both included.
+
+    Raises:
+        ValueError: ``count`` is below 2.
+
+    """
+    if count < 2:
+        raise ValueError(f"a sweep needs at least 2 budgets, and got {count}")
+    by_hand = (strategy.solve(problem.with_budget(2**62)).peak_bytes for strategy in BASELINES.values())
+    low = min(find_floor(problem, time_limit_s=time_limit_s).bytes, *by_hand)
+    high = simulate(problem, store_all_steps(problem)).peak_bytes
+    return tuple(low + (high - low) * i // (count - 1) for i in range(count))
+
+
+def sweep(
+    plan: Plan,
+    budgets: Sequence[int] | None = None,
+    *,
+    count: int = DEFAULT_POINTS,
+    time_limit_s: float = 10.0,
+    gap: float = 0.005,
+    on_point: Callable[[], object] = lambda: None,
+) -> Sweep:
+    """Solve the step of a plan at many budgets.
+
+    Budgets are solved from the largest to the least. A plan whose peak is within a smaller budget serves that one too,
+    and in the end each budget takes the fastest plan of those that are no larger and the greatest lower bound of those
+    that are no smaller: both hold there. Budgets for which no plan is found are left out.
+
+    Args:
+        plan: any plan of the step.
+        budgets: bytes, static ones included; ``None`` for :func:`spread_budgets`.
+        count: how many, where ``budgets`` is ``None``.
+        time_limit_s: bound on each solve, in seconds.
+        gap: as in :func:`replan`.
+        on_point: called after each budget.
+
+    """
+    problem = plan.problem
+    chosen = sorted(set(budgets if budgets is not None else spread_budgets(problem, count)), reverse=True)
+    found: list[tuple[int, Solution]] = []
+    bound = problem.keep_all_time_ns
+    for budget in chosen:
+        last = found[-1][1] if found else None
+        if last is not None and last.peak_bytes <= budget:
+            found.append((budget, dataclasses.replace(last, solve_seconds=0.0)))
+        else:
+            try:
+                solution = replan(plan, budget, time_limit_s=time_limit_s, gap=gap).solution
+            except Infeasible:
+                on_point()
+                continue
+            bound = max(bound, solution.lower_bound_ns)
+            found.append((budget, dataclasses.replace(solution, lower_bound_ns=bound)))
+        on_point()
+    points: list[SweepPoint] = []
+    best: Solution | None = None
+    for budget, solution in reversed(found):  # ascending: a plan for less memory serves wherever it is faster
+        if best is None or solution.step_time_ns < best.step_time_ns:
+            best = solution
+        points.append(_point(problem, budget, best, solution))
+    return Sweep(plan, tuple(points), baselines(plan, time_limit_s=time_limit_s, gap=gap), knee_of(points))
+
+
+def baselines(plan: Plan, *, time_limit_s: float = 10.0, gap: float = 0.005) -> tuple[Baseline, ...]:
+    """Peak and step time of each strategy of :data:`BASELINES`, and the overhead of a plan for the same peak."""
+    problem = plan.problem
+    ample = problem.with_budget(2**62)
+    found = []
+    for name, strategy in BASELINES.items():
+        solution = strategy.solve(ample)
+        ours: float | None = None
+        try:
+            ours = replan(plan, solution.peak_bytes, time_limit_s=time_limit_s, gap=gap).overhead
+        except Infeasible:
+            ours = None
+        overhead = solution.step_time_ns / max(problem.keep_all_time_ns, 1) - 1
+        found.append(Baseline(name, solution.peak_bytes, solution.step_time_ns, overhead, ours))
+    return tuple(found)
+
+
+def knee_of(points: Sequence[SweepPoint]) -> int | None:
+    """The point farthest below the straight line between the ends of the curve, both axes scaled to their range.
+
+    ``None`` for fewer than three points, or a curve that nowhere lies below that line.
+    """
+    if len(points) < 3:
+        return None
+    first, last = points[0], points[-1]
+    width = last.budget_bytes - first.budget_bytes
+    height = first.step_time_ns - last.step_time_ns
+    if width <= 0 or height <= 0:
+        return None
+    below = [
+        1 - (p.budget_bytes - first.budget_bytes) / width - (p.step_time_ns - last.step_time_ns) / height
+        for p in points
+    ]
+    index = max(range(len(points)), key=below.__getitem__)
+    return index if below[index] > 1e-9 else None
+
+
+def _point(problem: Problem, budget: int, plan: Solution, solved: Solution) -> SweepPoint:
+    keep_all = problem.keep_all_time_ns
+    return SweepPoint(
+        budget_bytes=budget,
+        peak_bytes=plan.peak_bytes,
+        step_time_ns=plan.step_time_ns,
+        lower_bound_ns=min(solved.lower_bound_ns, plan.step_time_ns),
+        overhead=plan.step_time_ns / keep_all - 1 if keep_all else 0.0,
+        solve_seconds=solved.solve_seconds,
+    )
