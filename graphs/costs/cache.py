@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 
+MEASUREMENT: Final = 2
+"""Raised whenever ops are measured in another way than before: figures of earlier versions are then measured again."""
+
 CACHE_VARIABLE: Final = "CHECKPOINT_SCHEDULER_CACHE"
 """Environment variable that names the directory of the cache."""
 
@@ -57,6 +60,7 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device) -> dict[str, str | int | bool]:
     """Everything beside the op that decides how long it takes and what it allocates."""
     described: dict[str, str | int | bool] = {
+        "measurement": MEASUREMENT,
         "device": device_name(device),
         "device_type": device.type,
         "torch": torch.__version__,

@@ -130,6 +130,7 @@ class _Session:
     retarget: bool
     time_budget_s: float
     progress: Progress | None
+    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
     measured: dict[str, Measured] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None
     stopped: bool = False
@@ -149,6 +150,7 @@ class _Session:
 
     def _work(self) -> None:
         try:
+            torch.set_num_threads(self.threads)  # a new thread starts with one per core, whatever its parent has
             devices = [self.device.index] if self.device.type == "cuda" else []
             with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type="cuda"):
                 if self.device.type == "cuda":
