@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,7 @@ def assess(name: str, budget: str) -> Outcome:
         return model
 
     def measured(step: Callable[[], None], resident: tuple[Any, ...]) -> None:
+        gc.collect()  # or what an earlier model left would be freed during the measurement
         peaks.append(measure_peak(step, resident=resident).peak_bytes)
 
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import Tensor, nn
 
 from tests.models import Case
@@ -56,13 +57,21 @@ def _tokens(seed: int, *, batch: int = 4, length: int = 24) -> Tensor:
     return integers(VOCABULARY - 3, batch, length, seed=seed) + 3  # no special tokens
 
 
-def _language_model(model: str, config: str, **options: Any) -> Callable[[], Case]:
-    """Predicts tokens; the labels are the inputs, and the model shifts them where it should."""
+def _language_model(model: str, config: str, *, padded: bool = True, **options: Any) -> Callable[[], Case]:
+    """Predicts tokens; the labels are the inputs, and the model shifts them where it should.
+
+    Every other sentence is shorter and ``padded``: without a mask of padding, transformers builds one while it is being
+    compiled, and passes ``is_causal`` to another kernel when it is not.
+    """
 
     def make() -> Case:
         def make_batch(seed: int) -> Batch:
             ids = _tokens(seed)
-            return (), {"input_ids": ids, "labels": ids.clone()}
+            if not padded:
+                return (), {"input_ids": ids, "labels": ids.clone()}
+            mask = torch.ones_like(ids)
+            mask[1::2, 18:] = 0
+            return (), {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
         return Case(_build(model, config, **options), make_batch, _loss)
 
@@ -124,8 +133,8 @@ def make_clip() -> Case:
     return Case(model, make_batch, _loss)
 
 
-def make_wav2vec2(*, layerdrop: float = 0.0) -> Case:
-    """Speech recognition with a connectionist temporal loss. Layer dropping is a Python branch on a random number."""
+def make_wav2vec2(*, with_labels: bool = False) -> Case:
+    """Speech recognition. With labels the model checks their values in Python, which no graph can hold."""
     model = _build(
         "Wav2Vec2ForCTC",
         "Wav2Vec2Config",
@@ -136,7 +145,7 @@ def make_wav2vec2(*, layerdrop: float = 0.0) -> Case:
         num_feat_extract_layers=3,
         num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=4,
-        layerdrop=layerdrop,
+        layerdrop=0.0,  # layer dropping is a Python branch on a random number
         apply_spec_augment=False,
         ctc_loss_reduction="mean",
         ctc_zero_infinity=True,
@@ -144,9 +153,18 @@ def make_wav2vec2(*, layerdrop: float = 0.0) -> Case:
     )
 
     def make_batch(seed: int) -> Batch:
-        return (normal(2, 800, seed=seed),), {"labels": integers(11, 2, 10, seed=seed) + 1}
+        labels = {"labels": integers(11, 2, 10, seed=seed) + 1} if with_labels else {}
+        return (normal(2, 800, seed=seed),), labels
 
-    return Case(model, make_batch, _loss)
+    def loss_of(output: Any) -> Tensor:
+        if with_labels:
+            return output.loss
+        log_probabilities = output.logits.float().log_softmax(dim=-1).transpose(0, 1)
+        frames = torch.full((2,), log_probabilities.shape[0])
+        targets = torch.arange(20).view(2, 10) % 11 + 1
+        return F.ctc_loss(log_probabilities, targets, frames, torch.full((2,), 10), zero_infinity=True)
+
+    return Case(model, make_batch, loss_of)
 
 
 def make_whisper() -> Case:
@@ -228,6 +246,7 @@ DECODERS: dict[str, Callable[[], Case]] = {
         eos_token_id=2,
     ),
     "llama": _language_model("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
+    "llama_unpadded": _language_model("LlamaForCausalLM", "LlamaConfig", **_GROUPED, padded=False),
     "mistral": _language_model("MistralForCausalLM", "MistralConfig", **_GROUPED, sliding_window=8),
     "qwen2": _language_model("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
     "gemma": _language_model("GemmaForCausalLM", "GemmaConfig", **_GROUPED, head_dim=8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from tests.zoo import classics, generative, hugging_face
@@ -56,8 +57,14 @@ def _entries() -> dict[str, Entry]:
         for family, models in families.items():
             for name, make in models.items():
                 found[name] = Entry(make, family, fast=name in _FAST)
-    found["wav2vec2_layerdrop"] = Entry(
-        functools.partial(hugging_face.make_wav2vec2, layerdrop=0.5),
+    found["llama_unpadded"] = dataclasses.replace(
+        found["llama_unpadded"],
+        rtol=1e-4,
+        atol=1e-7,
+        tolerance_reason="transformers passes a mask while it is compiled, is_causal when not: two kernels",
+    )
+    found["wav2vec2_labels"] = Entry(
+        functools.partial(hugging_face.make_wav2vec2, with_labels=True),
         "audio",
         refused="could not be captured as one graph",
     )
