@@ -1,0 +1,45 @@
+"""Captures of small modules, for tests that look at graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from graphs.joint import Capture
+from scheduler import backend as backend_module
+from scheduler import schedule, unschedule
+
+
+@contextlib.contextmanager
+def recorded_captures() -> Iterator[list[Capture]]:
+    """Within the context, every capture that a backend plans is listed."""
+    captures: list[Capture] = []
+    original = backend_module.make_plan
+
+    def recording(capture: Capture, *args: Any, **kwargs: Any) -> Any:
+        captures.append(capture)
+        return original(capture, *args, **kwargs)
+
+    backend_module.make_plan = recording
+    try:
+        yield captures
+    finally:
+        backend_module.make_plan = original
+
+
+def capture_of(module: nn.Module, *args: Any, never_recompute: Sequence[str] = (), **kwargs: Any) -> Capture:
+    """The capture of one training step of a module, which is left plain."""
+    with recorded_captures() as captures:
+        schedule(
+            module,
+            "100TB",
+            sample_args=args,
+            sample_kwargs=kwargs,
+            costs="roofline",
+            never_recompute=never_recompute,
+        )
+    unschedule(module)
+    return captures[0]
