@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
-import torch._functorch.config
+import torch._functorch._aot_autograd.graph_compile as _graph_compile
+import torch._inductor.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
@@ -37,7 +39,12 @@ _LOGGER_METHODS = (
 )
 
 
-def boxed(module: fx.GraphModule, _example_inputs: Sequence[Any] = ()) -> Callable[[list[Any]], Any]:
+def boxed(
+    module: fx.GraphModule,
+    _example_inputs: Sequence[Any] = (),
+    *,
+    finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results,
+) -> Callable[[list[Any]], Any]:
     """Make a graph take its inputs as one list that it empties, so that each can be freed after its last use."""
     transformer = module.graph._codegen._body_transformer
     module.graph.set_codegen(_BoxedCodeGen())
@@ -46,7 +53,7 @@ def boxed(module: fx.GraphModule, _example_inputs: Sequence[Any] = ()) -> Callab
     forward = module.forward
 
     def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
+        return finish(forward(arguments))
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -56,6 +63,7 @@ def compile_joint(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    finish_backward: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Callable[..., Any]:
     """Trace a Dynamo graph's joint forward and backward, have ``partition`` split it, and make the halves callable.
 
@@ -63,6 +71,7 @@ def compile_joint(
         gm: graph that Dynamo hands to a backend.
         example_inputs: its inputs.
         partition: called as ``partition(joint, joint_inputs, num_fwd_outputs=...)``; other keywords are dropped.
+        finish_backward: called with the gradients at the end of each backward; returns those to hand on.
 
     """
 
@@ -71,15 +80,29 @@ def compile_joint(
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
-    # Donated buffers would forbid retain_graph; nothing here reuses the bytes of a saved tensor.
-    with torch._functorch.config.patch(donated_buffer=False), native_kernels():
+    def compile_backward(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return boxed(module, finish=finish_backward)
+
+    # Donated buffers would forbid retain_graph; nothing here reuses the bytes of a saved tensor. Without
+    # fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
+    random_ops_stay = torch._inductor.config.patch(fallback_random=True)
+    with torch._functorch.config.patch(donated_buffer=False), random_ops_stay, native_kernels():
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=boxed,
-            bw_compiler=boxed,
+            bw_compiler=compile_backward,
             partition_fn=partition_fn,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
     return compiled
+
+
+def _no_donated_buffers() -> contextlib.AbstractContextManager[Any]:
+    """While compiling, have no saved tensor be given away for reuse.
+
+    AOTAutograd refuses ``retain_graph=True`` at run time unless the list of such tensors is there and empty; its own
+    switch leaves the list out instead. Nothing here reuses the bytes of a saved tensor.
+    """
+    return unittest.mock.patch.object(_graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: [])
 
 
 #: Operators whose decomposition rounds otherwise than their kernel, or takes dozens of ops for one.

@@ -66,7 +66,9 @@ class Backend:
         """Compile one Dynamo graph."""
         secondary = secondary_outputs(gm)
         compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
-        compiled = _torch.compile_joint(detach_outputs(gm, secondary), example_inputs, compilation.partition)
+        compiled = _torch.compile_joint(
+            detach_outputs(gm, secondary), example_inputs, compilation.partition, compilation.finish_backward
+        )
         scheduled, reach = compilation.scheduled, compilation.reach
         if scheduled is None or reach is None:  # nothing here is differentiated
             return compiled
@@ -117,6 +119,11 @@ class _Compilation:
         lowered = lower(capture, plan.steps)
         self.scheduled = Scheduled(plan, capture, lowered)
         return lowered.forward, lowered.backward
+
+    def finish_backward(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Drop the gradients of what no output reaches that received one."""
+        assert self.reach is not None
+        return self.reach.only_reached(gradients)
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphs.joint import storage_bytes
 from scheduler._torch import compiled_node_of
 
 
@@ -100,6 +102,13 @@ class StepContext:
             rng_states=states,
             autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
         )
+
+    @staticmethod
+    def bytes_kept(inputs: Sequence[Any], overwritten: Sequence[int], device: torch.device) -> int:
+        """Bytes on ``device`` that a context holds after the forward: copies of inputs, and the CPU's random state."""
+        copied = [x for i, x in enumerate(inputs) if i in overwritten and isinstance(x, torch.Tensor)]
+        states = torch.get_rng_state().numel() if device.type == "cpu" else 0
+        return states + sum(storage_bytes(x, device) for x in copied)
 
     def gradients(
         self, gm: Callable[..., Sequence[Any]], device: torch.device, gradients: dict[int, torch.Tensor]
@@ -183,11 +192,13 @@ class Reach:
     Attributes:
         outputs: for each differentiated output its position among the compiled function's results.
         gradients: for each input of the compiled function the positions of the outputs that its gradient depends on.
+        received: on the thread that runs a backward, which outputs received a gradient.
 
     """
 
     outputs: frozenset[int]
     gradients: tuple[frozenset[int], ...]
+    received: threading.local = dataclasses.field(default_factory=threading.local, compare=False)
 
     @classmethod
     def of(cls, joint: fx.GraphModule, num_forward_outputs: int) -> Reach:
@@ -211,18 +222,25 @@ class Reach:
         return len(self.outputs) > 1 and -1 not in self.outputs
 
     def apply_to(self, outputs: Sequence[Any]) -> None:
-        """Have the gradients of this call be ``None`` where no output that received a gradient reaches them."""
+        """Have the backward of this call know which outputs received a gradient.
+
+        A hook that runs before the compiled backward notes it; one that ran after it would hold the gradients of the
+        outputs until then.
+        """
         node = compiled_node_of(outputs)
         if node is None:
             return
-        defined: list[frozenset[int]] = [frozenset()]
 
         def before(gradients: tuple[Any, ...]) -> None:
-            defined[0] = frozenset(i for i, g in enumerate(gradients) if g is not None)
-
-        def after(grad_inputs: tuple[Any, ...], _grad_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            pairs = zip(grad_inputs, self.gradients, strict=True)
-            return tuple(g if depends & defined[0] else None for g, depends in pairs)
+            self.received.outputs = frozenset(i for i, g in enumerate(gradients) if g is not None)
 
         node.register_prehook(before)
-        node.register_hook(after)
+
+    def only_reached(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of a backward, with ``None`` where no output that received a gradient reaches them."""
+        received = getattr(self.received, "outputs", None)
+        if received is None:
+            return gradients
+        self.received.outputs = None
+        pairs = zip(gradients, self.gradients, strict=True)
+        return tuple(g if depends & received else None for g, depends in pairs)
