@@ -83,10 +83,9 @@ def compile_joint(
     def compile_backward(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module, finish=finish_backward)
 
-    # Donated buffers would forbid retain_graph; nothing here reuses the bytes of a saved tensor. Without
-    # fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
+    # Without fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
     random_ops_stay = torch._inductor.config.patch(fallback_random=True)
-    with torch._functorch.config.patch(donated_buffer=False), random_ops_stay, native_kernels():
+    with _no_donated_buffers(), random_ops_stay, native_kernels():
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=boxed,
             bw_compiler=compile_backward,
@@ -102,7 +101,7 @@ def _no_donated_buffers() -> contextlib.AbstractContextManager[Any]:
     AOTAutograd refuses ``retain_graph=True`` at run time unless the list of such tensors is there and empty; its own
     switch leaves the list out instead. Nothing here reuses the bytes of a saved tensor.
     """
-    return unittest.mock.patch.object(_graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: [])
+    return unittest.mock.patch.object(_graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
 
 
 #: Operators whose decomposition rounds otherwise than their kernel, or takes dozens of ops for one.
