@@ -2,24 +2,36 @@
 
 from solvers.auto import AutoSolver
 from solvers.bounds import Floor, FloorBound, find_floor, floor_lower_bound
+from solvers.brute_force import BruteForceSolver
+from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
 from solvers.simulate import Simulation, compute_order, simulate, with_frees
 from solvers.solution import Compute, Free, Solution, Status, Step
 from solvers.store_all import StoreAllSolver, store_all_steps
+from solvers.strategies import BlockCheckpoint, BlockSegments, EveryKthBlock, SelectiveAttention, SqrtSegments
+from solvers.validate import InvalidPlan, validate
 
 __all__ = [
     "AutoSolver",
+    "BlockCheckpoint",
+    "BlockSegments",
+    "BruteForceSolver",
     "Compute",
+    "EveryKthBlock",
+    "ExactSolver",
     "Floor",
     "FloorBound",
     "Free",
+    "InvalidPlan",
     "MomentsSolver",
     "Problem",
     "Rematerialiser",
+    "SelectiveAttention",
     "Simulation",
     "Solution",
+    "SqrtSegments",
     "Status",
     "Step",
     "StoreAllSolver",
@@ -28,5 +40,6 @@ __all__ = [
     "floor_lower_bound",
     "simulate",
     "store_all_steps",
+    "validate",
     "with_frees",
 ]

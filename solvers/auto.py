@@ -7,6 +7,7 @@ import logging
 import time
 
 from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bound
+from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
@@ -14,6 +15,10 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver
 
 _log = logging.getLogger(__name__)
+
+_Solver = Rematerialiser | ExactSolver | MomentsSolver
+
+_TINY = 20  # ops up to which the exact program is solved too: a second or two at that size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,26 +48,42 @@ class AutoSolver:
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.8).solve(problem)
         if moments.status is Status.INFEASIBLE:
             return self._infeasible(problem, moments, start, None)
-        best = moments
-        if moments.status is not Status.OPTIMAL:
-            walked = Rematerialiser(time_limit_s=self._left(start)).solve(problem)
-            if walked.status.has_plan and (not moments.status.has_plan or walked.step_time_ns < moments.step_time_ns):
-                best = walked
-        if not best.status.has_plan:
-            best = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=max(self._left(start), 1.0)).solve(problem)
+        best = self._best(problem, moments, start)
         if not best.status.has_plan:
             floor = self._find_floor(problem, start)
             if floor.bytes > problem.budget_bytes:
                 return self._infeasible(problem, moments, start, floor)
             best = floor.plan
-        bound = min(moments.lower_bound_ns, best.step_time_ns)
-        within = best.step_time_ns - bound <= self.gap * bound
         return dataclasses.replace(
             best,
-            status=Status.OPTIMAL if within else Status.FEASIBLE,
-            lower_bound_ns=bound,
+            status=Status.OPTIMAL if self._within(best, moments.lower_bound_ns) else Status.FEASIBLE,
+            lower_bound_ns=min(moments.lower_bound_ns, best.step_time_ns),
+            message="",
             solve_seconds=time.perf_counter() - start,
         )
+
+    def _best(self, problem: Problem, moments: Solution, start: float) -> Solution:
+        """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap."""
+        best = moments
+        if moments.status is Status.OPTIMAL:
+            return best
+        others: list[_Solver] = [Rematerialiser()]
+        if len(problem.time_ns) <= _TINY:
+            others.append(ExactSolver(gap=self.gap / 2))
+        for solver in others:
+            if not self._within(best, moments.lower_bound_ns):
+                found = self._limited(solver, start).solve(problem)
+                if found.status.has_plan and (not best.status.has_plan or found.step_time_ns < best.step_time_ns):
+                    best = found
+        return best if best.status.has_plan else self._limited(LOW_BUDGET_SOLVER, start).solve(problem)
+
+    def _limited(self, solver: _Solver, start: float) -> _Solver:
+        """The solver with the time that is left, a second at least."""
+        return dataclasses.replace(solver, time_limit_s=max(self._left(start), 1.0))
+
+    def _within(self, plan: Solution, bound_ns: int) -> bool:
+        """Whether there is a plan that is at most the gap that was asked for above the bound."""
+        return plan.status.has_plan and plan.step_time_ns - bound_ns <= self.gap * bound_ns
 
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
