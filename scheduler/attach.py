@@ -52,8 +52,9 @@ class Attachment:
         self.previous_call: Any = None
         self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
         self.only_plan = only_plan
-        self._substituted = needing_substitute(module)
-        self._parameters = tuple(module.parameters())
+        # Found out when they are first needed: a copy is attached before deepcopy has filled the module.
+        self._substituted: tuple[nn.Module, ...] | None = None
+        self._parameters: tuple[nn.Parameter, ...] = ()
         self._least_room: int | None = None
         self._step = self._compile()
         self._accumulating_step: Callable[..., Any] | None = None
@@ -89,6 +90,8 @@ class Attachment:
         """Run the module: scheduled where gradients are wanted, plainly elsewhere."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
+        if self._substituted is None:
+            self._substituted = needing_substitute(self.module)
         with _torch.capture_config(), substituted(self._substituted):
             try:
                 return self._step_for_now()(*args, **kwargs)

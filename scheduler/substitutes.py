@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def needing_substitute(module: nn.Module) -> tuple[_BatchNorm, ...]:
+def needing_substitute(module: nn.Module) -> tuple[nn.Module, ...]:
     """Layers inside a module whose plain forward cannot be captured and for which there is a substitute."""
     return tuple(
         layer
@@ -33,7 +33,7 @@ def needing_substitute(module: nn.Module) -> tuple[_BatchNorm, ...]:
 
 
 @contextlib.contextmanager
-def substituted(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+def substituted(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Have these layers use their substitute while the context lasts."""
     for layer in layers:
         layer.__dict__["forward"] = types.MethodType(_cumulative_batch_norm, layer)
