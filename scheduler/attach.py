@@ -8,9 +8,10 @@ beside a handle, the plan and the two graphs in the instance's ``__dict__``. Cla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -29,6 +30,20 @@ _PUBLISHED: Final = ("plan", "forward_graph", "backward_graph")
 
 class _PlannedWithoutRunningError(Exception):
     """Ends a call whose only purpose was to plan."""
+
+
+class _Situation(NamedTuple):
+    """What a compiled step was planned for.
+
+    Attributes:
+        gradients_resident: parameters hold gradients for which the plan made without them leaves no room. From the
+            second step of an accumulation on that is so.
+        every_output: all outputs are differentiated, by-products of the loss too.
+
+    """
+
+    gradients_resident: bool
+    every_output: bool
 
 
 class Attachment:
@@ -55,18 +70,20 @@ class Attachment:
         # Found out when they are first needed: a copy is attached before deepcopy has filled the module.
         self._substituted: tuple[nn.Module, ...] | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()
-        self._least_room: int | None = None
-        self._step = self._compile()
-        self._accumulating_step: Callable[..., Any] | None = None
+        self._every_output = False
+        self._steps: dict[_Situation, Callable[..., Any]] = {}
+        self._room: dict[bool, int] = {}
 
-    def _compile(self) -> Callable[..., Any]:
+    def _compile(self, situation: _Situation) -> Callable[..., Any]:
         backend = Backend(
             module=self.module,
             settings=self.settings,
             optimizer=self.optimizer,
             given=self.given,
             on_planned=self._end_here if self.only_plan else None,
-            on_scheduled=self._publish,
+            on_scheduled=functools.partial(self._publish, situation),
+            every_output=situation.every_output,
+            on_secondary_gradient=self._differentiate_every_output,
         )
 
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -107,19 +124,20 @@ class Attachment:
                 ) from error
 
     def _step_for_now(self) -> Callable[..., Any]:
-        """The compiled step to run: another one where gradients are resident for which the first one left no room.
+        """The compiled step for the situation at hand, compiled and planned when it first arises."""
+        gradients_resident = False
+        room = self._room.get(self._every_output)
+        if room is not None and self.given is None:
+            existing = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
+            gradients_resident = existing > room
+        situation = _Situation(gradients_resident=gradients_resident, every_output=self._every_output)
+        if situation not in self._steps:
+            self._steps[situation] = self._compile(situation)
+        return self._steps[situation]
 
-        A plan made while no gradients exist does not count them. From the second step of an accumulation on they do
-        exist; where the plan's peak and they together exceed the budget, the step is planned again with them.
-        """
-        if self._least_room is None or self.given is not None:
-            return self._step
-        existing = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
-        if existing <= self._least_room:
-            return self._step
-        if self._accumulating_step is None:
-            self._accumulating_step = self._compile()
-        return self._accumulating_step
+    def _differentiate_every_output(self) -> None:
+        """Plan anew with all outputs differentiated: one that was taken for a by-product has received a gradient."""
+        self._every_output = True
 
     def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Plan for a batch without running the step."""
@@ -149,12 +167,12 @@ class Attachment:
             if self._may_set(name):
                 attributes.pop(name, None)
 
-    def _publish(self, scheduled: Scheduled) -> None:
+    def _publish(self, situation: _Situation, scheduled: Scheduled) -> None:
         self.plan = plan = scheduled.plan
         self._parameters = tuple(self.module.parameters())
-        if self._accumulating_step is None and plan.budget_bytes is not None:
+        if not situation.gradients_resident and plan.budget_bytes is not None:
             room = plan.budget_bytes - plan.peak_bytes + plan.static.get("gradients", 0)
-            self._least_room = room if self._least_room is None else min(room, self._least_room)
+            self._room[situation.every_output] = min(room, self._room.get(situation.every_output, room))
         self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
         if self.module.__dict__.get(HANDLE) is self:
             self._publish_attributes()

@@ -42,6 +42,8 @@ class Backend:
         given: a plan to run instead of solving.
         on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
         on_scheduled: called with each step that has been planned and lowered, before it first runs.
+        every_output: differentiate every output, rather than those that no scalar output is computed from.
+        on_secondary_gradient: called when an output that was not differentiated receives a gradient all the same.
 
     """
 
@@ -54,6 +56,8 @@ class Backend:
         given: Plan | None = None,
         on_planned: Callable[[Plan], None] | None = None,
         on_scheduled: Callable[[Scheduled], None] | None = None,
+        every_output: bool = False,
+        on_secondary_gradient: Callable[[], None] | None = None,
     ) -> None:
         self.module = module
         self.settings = settings
@@ -61,10 +65,12 @@ class Backend:
         self.given = given
         self.on_planned = on_planned
         self.on_scheduled = on_scheduled
+        self.every_output = every_output
+        self.on_secondary_gradient = on_secondary_gradient
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
-        secondary = secondary_outputs(gm)
+        secondary = () if self.every_output else secondary_outputs(gm)
         compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
         compiled = _torch.compile_joint(
             detach_outputs(gm, secondary), example_inputs, compilation.partition, compilation.finish_backward
@@ -76,7 +82,35 @@ class Backend:
             self.on_scheduled(scheduled)
         if not secondary and not reach.is_partial_possible:
             return compiled
-        return _with_outputs_attached(gm, compiled, secondary, scheduled.capture, reach)
+        return self._with_outputs_attached(gm, compiled, secondary, scheduled.capture, reach)
+
+    def _with_outputs_attached(
+        self,
+        gm: fx.GraphModule,
+        compiled: Callable[..., Any],
+        secondary: Sequence[int],
+        capture: Capture,
+        reach: Reach,
+    ) -> Callable[..., Any]:
+        """Wrap a compiled step so that its secondary outputs and partial backwards behave as in plain training."""
+        device, overwritten = capture.device, capture.overwritten_inputs
+
+        def run(*inputs: Any) -> Any:
+            context = StepContext.record(inputs, overwritten, device) if secondary else None
+            outputs = compiled(*inputs)
+            if reach.is_partial_possible:
+                reach.apply_to(outputs)
+            if context is None or not torch.is_grad_enabled():
+                return outputs
+
+            def replay(gradients: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+                if gradients and self.on_secondary_gradient is not None:
+                    self.on_secondary_gradient()
+                return context.gradients(gm, device, gradients)
+
+            return attach_secondary(outputs, secondary, inputs, replay)
+
+        return run
 
 
 class _Compilation:
@@ -151,28 +185,6 @@ def input_kinds(joint: fx.GraphModule, example_inputs: Sequence[Any], module: nn
         else:
             kinds.append(StorageKind.INPUT)
     return kinds
-
-
-def _with_outputs_attached(
-    gm: fx.GraphModule,
-    compiled: Callable[..., Any],
-    secondary: Sequence[int],
-    capture: Capture,
-    reach: Reach,
-) -> Callable[..., Any]:
-    """Wrap a compiled step so that its secondary outputs and its partial backwards behave as in plain training."""
-    device, overwritten = capture.device, capture.overwritten_inputs
-
-    def run(*inputs: Any) -> Any:
-        context = StepContext.record(inputs, overwritten, device) if secondary else None
-        outputs = compiled(*inputs)
-        if reach.is_partial_possible:
-            reach.apply_to(outputs)
-        if context is None or not torch.is_grad_enabled():
-            return outputs
-        return attach_secondary(outputs, secondary, inputs, lambda given: context.gradients(gm, device, given))
-
-    return run
 
 
 def checkpoint_scheduler(

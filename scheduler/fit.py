@@ -15,12 +15,14 @@ from typing import Final
 from graphs.ir import StorageKind
 from scheduler.errors import Infeasible
 from scheduler.plan import Plan
+from scheduler.planner import Solver
 from scheduler.replan import replan
 from scheduler.units import format_bytes
 from solvers.auto import AutoSolver
 from solvers.bounds import find_floor
 
-_MOST_PROBES: Final = 16
+_MOST_PROBES: Final = 40
+_FREE_PROBES: Final = 5  # after so many the remaining stretch is halved
 _SMALL_SHARE: Final = 0.10  # of the budget, below which activations are not worth a word
 _SAME_SPEED: Final = 1.01  # throughput ratio below which two batches count as equally fast
 _GB: Final = 10**9
@@ -99,14 +101,15 @@ def fit(
     """
     if most < multiple:
         raise ValueError(f"the largest size to try, {most}, is below the least one, {multiple}")
-    probe = _Prober(capture, budget_bytes, multiple, time_limit_s, gap)
+    probe = _Prober(capture, budget_bytes, multiple, AutoSolver(time_limit_s=time_limit_s, gap=gap))
     top = most // multiple
-    plain = probe.largest(top, probe.plain_peak, lambda n: probe.plain_peak(n) <= budget_bytes)
-    if plain == top:
-        largest = top
-    else:
+    plain = _largest_plain(probe, top)
+    if plain < top:
         probe.plan(max(1, plain))  # raises where not even the least size fits
-        largest = probe.largest(top, probe.floor, probe.fits, known=max(1, plain))
+        anchors = {n: probe.floor(n) for n in {1, max(1, plain), min(2, top)} if n in (1, plain) or plain < 2}
+        largest = probe.largest(top, anchors, probe.fits, max(1, plain))
+    else:
+        largest = top
     sizes = sorted({n for n in (plain, (plain + largest) // 2, largest) if n})
     rows = tuple(probe.row(n) for n in sizes)
     worth, verdict = _verdict(rows, plain * multiple, largest * multiple, budget_bytes)
@@ -114,26 +117,32 @@ def fit(
     return Fit(budget_bytes, largest * multiple, refused, plain * multiple, rows, worth, verdict)
 
 
+def _largest_plain(probe: _Prober, top: int) -> int:
+    """The largest size, in multiples, that fits without recomputation; 0 where none does."""
+    if not probe.fits_plainly(1):
+        return 0
+    needs = {n: probe.plain_peak(n) for n in {1, min(2, top)}}
+    return probe.largest(top, needs, probe.fits_plainly, 1)
+
+
 class _Prober:
     """What is known of each size, in multiples; captured and solved at most once."""
 
-    def __init__(
-        self, capture: Callable[[int], Plan], budget: int, multiple: int, time_limit_s: float, gap: float
-    ) -> None:
+    def __init__(self, capture: Callable[[int], Plan], budget: int, multiple: int, solver: Solver) -> None:
         self.budget, self.multiple = budget, multiple
         self.captured = functools.cache(lambda n: capture(n * multiple))
-        self.solver = AutoSolver(time_limit_s=time_limit_s, gap=gap)
+        self.solver = solver
         self.plans: dict[int, Plan] = {}
-        self.floors: dict[int, int] = {}
-        self.refused: set[int] = set()
+        self.needs: dict[int, int] = {}  # least budget with a plan, of the sizes that were refused
 
     def plain_peak(self, n: int) -> int:
         return self.captured(n).keep_all_peak_bytes
 
+    def fits_plainly(self, n: int) -> bool:
+        return self.plain_peak(n) <= self.budget
+
     def floor(self, n: int) -> int:
-        if n not in self.floors:
-            self.floors[n] = find_floor(self.captured(n).problem).bytes
-        return self.floors[n]
+        return find_floor(self.captured(n).problem).bytes
 
     def plan(self, n: int) -> Plan:
         if n not in self.plans:
@@ -141,31 +150,35 @@ class _Prober:
         return self.plans[n]
 
     def fits(self, n: int) -> bool:
-        if n in self.refused:
-            return False
         try:
             self.plan(n)
-        except Infeasible:
-            self.refused.add(n)
+        except Infeasible as error:
+            if error.floor_bytes is not None:
+                self.needs[n] = error.floor_bytes
             return False
         return True
 
-    def largest(self, top: int, need: Callable[[int], int], fits: Callable[[int], bool], known: int = 0) -> int:
-        """The largest ``n`` up to ``top`` that fits: secant through needs, until neighbours are told apart."""
-        low, high = known, top + 1  # low fits (or is 0), high does not
-        points = sorted({(n, need(n)) for n in (max(known, 1), min(max(known, 1) + 1, top))})
-        if not known and not fits(1):
-            return 0
-        low = max(low, 1)
-        for _ in range(_MOST_PROBES):
+    def largest(self, top: int, needs: dict[int, int], fits: Callable[[int], bool], low: int) -> int:
+        """The largest ``n`` up to ``top`` that fits, where ``low`` fits (or is 0).
+
+        First where the line through the known needs meets the budget, then a neighbour of it; a stretch in which that
+        does not help is halved.
+        """
+        high, stride = top + 1, 1
+        guess = _secant(needs, self.budget)
+        for probe in range(_MOST_PROBES):
             if high - low <= 1:
                 break
-            guess = min(max(_secant(points, self.budget), low + 1), high - 1)
+            if probe > _FREE_PROBES and high <= top:
+                guess = (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
             if fits(guess):
                 low = guess
+                guess, stride = low + stride, 2 * stride
             else:
                 high = guess
-            points = sorted({*points, (guess, need(guess))})[-3:] if guess not in dict(points) else points
+                needs = needs | {guess: self.needs[guess]} if guess in self.needs else needs
+                guess = _secant(needs, self.budget)
         return low
 
     def row(self, n: int) -> FitRow:
@@ -180,11 +193,11 @@ class _Prober:
         return FitRow(size, plan, speed, gained)
 
 
-def _secant(points: list[tuple[int, int]], budget: int) -> int:
-    """Where the line through the two points nearest to the budget meets it."""
-    nearest = sorted(sorted(points, key=lambda point: abs(point[1] - budget))[:2])
+def _secant(needs: dict[int, int], budget: int) -> int:
+    """Where the line through the two sizes whose needs are nearest to the budget meets it."""
+    nearest = sorted(sorted(needs.items(), key=lambda item: abs(item[1] - budget))[:2])
     if len(nearest) < 2 or nearest[1][1] <= nearest[0][1]:
-        return points[-1][0] * 2
+        return 2 * max(needs)
     (n0, y0), (n1, y1) = nearest
     return int(n0 + (budget - y0) * (n1 - n0) / (y1 - y0))
 

@@ -125,3 +125,26 @@ def test_outputs_differentiated_one_after_the_other():
         b.pow(2).sum().backward()
     for p, q in zip(plain.parameters(), scheduled.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_a_secondary_output_that_is_used_is_differentiated_from_the_next_step_on():
+    plain, scheduled = pair(LossAndLogits)
+    for step in range(3):
+        for model in (plain, scheduled):
+            model.zero_grad()
+            torch.manual_seed(step)
+            LOSSES["loss and logits"](model(*batch(step))).backward()
+        tangents = [s for s in scheduled.plan.graph.storages if s.kind is StorageKind.TANGENT]
+        assert len(tangents) == (1 if step == 0 else 3)
+        if step:
+            same(plain, scheduled)
+
+
+def test_two_backwards_with_retain_graph():
+    plain, scheduled = pair(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
+    for model in (plain, scheduled):
+        torch.manual_seed(0)
+        loss = model(batch()[0]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    same(plain, scheduled)
