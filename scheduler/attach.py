@@ -70,6 +70,7 @@ class Attachment:
         # Found out when they are first needed: a copy is attached before deepcopy has filled the module.
         self._substituted: tuple[nn.Module, ...] | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()
+        self._call_inputs: Any = None
         self._every_output = False
         self._steps: dict[_Situation, Callable[..., Any]] = {}
         self._room: dict[bool, int] = {}
@@ -79,6 +80,7 @@ class Attachment:
             module=self.module,
             settings=self.settings,
             optimizer=self.optimizer,
+            call_inputs=lambda: self._call_inputs,
             given=self.given,
             on_planned=self._end_here if self.only_plan else None,
             on_scheduled=functools.partial(self._publish, situation),
@@ -110,6 +112,7 @@ class Attachment:
         if self._substituted is None:
             self._substituted = needing_substitute(self.module)
         with _torch.capture_config(), substituted(self._substituted):
+            self._call_inputs = (args, kwargs)
             try:
                 return self._step_for_now()(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
@@ -122,6 +125,8 @@ class Attachment:
                     f"{_name(self.module)} could not be captured as one graph. {error}\n"
                     "Move what breaks the graph out of the module's forward, or schedule the submodules around it."
                 ) from error
+            finally:
+                self._call_inputs = None
 
     def _step_for_now(self) -> Callable[..., Any]:
         """The compiled step for the situation at hand, compiled and planned when it first arises."""

@@ -39,6 +39,7 @@ class Backend:
         module: the module, for what it holds in memory and for module paths; ``None`` if unknown.
         settings: how to plan.
         optimizer: whose state counts as resident.
+        call_inputs: gives what the module was called with; the graph's inputs leave out what the step does not read.
         given: a plan to run instead of solving.
         on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
         on_scheduled: called with each step that has been planned and lowered, before it first runs.
@@ -53,6 +54,7 @@ class Backend:
         module: nn.Module | None,
         settings: Settings,
         optimizer: torch.optim.Optimizer | None = None,
+        call_inputs: Callable[[], Any] = lambda: (),
         given: Plan | None = None,
         on_planned: Callable[[Plan], None] | None = None,
         on_scheduled: Callable[[Scheduled], None] | None = None,
@@ -62,6 +64,7 @@ class Backend:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
+        self.call_inputs = call_inputs
         self.given = given
         self.on_planned = on_planned
         self.on_scheduled = on_scheduled
@@ -142,7 +145,8 @@ class _Compilation:
         plan = backend.given
         if plan is None:
             module = backend.module if backend.module is not None else nn.Module()
-            static = static_memory(module, self.example_inputs, backend.optimizer, device)
+            inputs = (self.example_inputs, backend.call_inputs())
+            static = static_memory(module, inputs, backend.optimizer, device)
             if self.keeps_context:
                 static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
             plan = make_plan(capture, static, backend.settings)

@@ -4,7 +4,7 @@ AOTAutograd differentiates every output that requires grad and fills in zeros fo
 model that returns its loss together with logits that would allocate, and add, a zero tensor of the logits' size. So
 an output that another, scalar output is computed from is *secondary*: the graph treats it as a constant, and it is
 handed to the user attached to a node of its own. If a gradient does reach that node, the plain step is replayed from
-its inputs.
+its inputs, and later steps are planned with every output differentiated.
 
 Where several outputs are differentiated and only some receive a gradient, parameters that none of these reach get
 ``None``, as in plain training, instead of the zeros of AOTAutograd.
