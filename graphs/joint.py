@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,10 +17,12 @@ import torch
 from torch import fx
 
 from graphs import recomputability
-from graphs._torch import OpOverload, schema_of, storage_identity
+from graphs._torch import storage_identity
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
+from graphs.mutations import insert_snapshots
+from graphs.phases import has_effect, is_tangent, split_phases
 
 #: The caching allocator of CUDA hands out multiples of this many bytes.
 CUDA_ALLOCATION_BYTES: Final = 512
@@ -148,14 +149,13 @@ class _Builder:
         self.storage_of: dict[fx.Node, int] = {}
         self.rng_state_ops: dict[int, int] = {}
         self.snapshots: dict[int, fx.Node] = {}
-        self.overwritten: set[fx.Node] = set()
 
     def build(self, input_kinds: Sequence[StorageKind], name: str) -> Capture:
         """Run the pass."""
-        snapshot_nodes = self._insert_snapshots()
-        self.joint.graph.eliminate_dead_code(_has_effect)
-        forward, backward = self._split_phases()
-        primals = [n for n in self.joint.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
+        snapshot_nodes, overwritten = insert_snapshots(self.joint, self.forward_outputs)
+        self.joint.graph.eliminate_dead_code(has_effect)
+        forward, backward = split_phases(self.joint.graph, self.forward_outputs)
+        primals = [n for n in self.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
         for node, kind in zip(primals, input_kinds, strict=True):
             self._add_static(node, kind)
         for node in self.joint.graph.nodes:
@@ -178,73 +178,9 @@ class _Builder:
             backward_outputs=self.backward_outputs,
             rng_state_ops=self.rng_state_ops,
             snapshots=self.snapshots,
-            overwritten_inputs=tuple(i for i, node in enumerate(primals) if node in self.overwritten),
+            overwritten_inputs=tuple(i for i, node in enumerate(primals) if node in overwritten),
             device=self.device,
         )
-
-    def _insert_snapshots(self) -> dict[fx.Node, fx.Node]:
-        """Copy each input that the step overwrites before its first use; all other readers read the copy.
-
-        A recompute, or a backward op, that read the input itself would see the value written by the forward. Lowering
-        drops a snapshot again where no reader runs after the write.
-        """
-        snapshots: dict[fx.Node, fx.Node] = {}
-        graph = self.joint.graph
-        for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
-            writers = [u for u in placeholder.users if _writes_to(u, placeholder)]
-            if not writers and not self._is_written_outside(placeholder):
-                continue
-            self.overwritten.add(placeholder)
-            readers = [u for u in placeholder.users if u not in writers and u.op != "output"]
-            if not readers:
-                continue
-            value = placeholder.meta["val"]
-            first = min(readers, key=_positions(graph).__getitem__)
-            with graph.inserting_before(first):
-                snapshot = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-            with value.fake_mode:
-                snapshot.meta["val"] = value.clone()
-            for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):
-                if key in first.meta:
-                    snapshot.meta[key] = first.meta[key]
-            for reader in readers:
-                reader.replace_input_with(placeholder, snapshot)
-            snapshots[snapshot] = placeholder
-        return snapshots
-
-    def _is_written_outside(self, placeholder: fx.Node) -> bool:
-        """Whether the runtime, not the graph, writes a new value into this input after the forward."""
-        described = placeholder.meta.get("desc")
-        if described is None:
-            return False
-        for description in (self.joint.graph.output_node().meta.get("desc") or ())[: len(self.forward_outputs)]:
-            if getattr(description, "mutated_input", None) == described:
-                return True
-        return False
-
-    def _split_phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Forward and backward nodes, each in the joint graph's order.
-
-        The forward is what autograd had not yet begun to differentiate when it was traced, up to the last node that a
-        forward output needs or that has an effect, and the writes to buffers, which are traced after everything else.
-        What is traced later belongs to the backward, even where it depends on no gradient.
-        """
-        nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
-        depends_on_tangent: set[fx.Node] = {n for n in self.joint.graph.nodes if _is_tangent(n)}
-        for node in nodes:
-            if any(i in depends_on_tangent for i in node.all_input_nodes):
-                depends_on_tangent.add(node)
-        first_gradient = next((i for i, n in enumerate(nodes) if n in depends_on_tangent), len(nodes))
-        needed = {n for n in self.forward_outputs if isinstance(n, fx.Node)}
-        needed.update(n for n in nodes if recomputability.is_mutating(n) and n not in depends_on_tangent)
-        for node in reversed(nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        traced_first = range(first_gradient)
-        end = max((i + 1 for i in traced_first if nodes[i] in needed or _has_effect(nodes[i])), default=0)
-        forward = [n for i, n in enumerate(nodes) if i < end or n in needed]
-        chosen = set(forward)
-        return forward, [n for n in nodes if n not in chosen]
 
     def _visit(self, node: fx.Node, phase: Phase, snapshot_nodes: Mapping[fx.Node, fx.Node]) -> None:
         """Add the op of a call_function node, or merge it into the storage that it looks at."""
@@ -252,7 +188,7 @@ class _Builder:
         self._refuse_unsupported(node)
         identities = [storage_identity(v) for v in values]
         is_view = node.target is operator.getitem or (
-            bool(values) and not _has_effect(node) and all(i in self.by_identity for i in identities)
+            bool(values) and not has_effect(node) and all(i in self.by_identity for i in identities)
         )
         if not is_view:
             self._add_op(node, phase, values, snapshot_nodes)
@@ -351,7 +287,7 @@ class _Builder:
     def _add_tangents(self) -> None:
         outputs = []
         for node in self.joint.graph.nodes:
-            if not _is_tangent(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            if not is_tangent(node) or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             identity = storage_identity(node.meta["val"])
             if identity not in self.by_identity:
@@ -408,35 +344,3 @@ class _Builder:
 
     def _rng_state_bytes(self) -> int:
         return torch.get_rng_state().numel() if self.device.type == "cpu" else 0
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return node.op == "placeholder" and re.match(r"tangents_\d+", node.name) is not None
-
-
-def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
-    """Whether a node mutates this placeholder through an argument that its schema marks as written."""
-    if not recomputability.is_mutating(node):
-        return False
-    assert isinstance(node.target, OpOverload)
-    schema = schema_of(node.target)
-    for position, argument in enumerate(schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:
-            return True
-    return False
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether dropping or repeating the node would change more than its own result."""
-    if node.op in ("placeholder", "output"):
-        return True
-    if node.op != "call_function":
-        return False
-    if recomputability.is_mutating(node) or recomputability.is_random(node):
-        return True
-    return bool(node.is_impure())
-
-
-def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}

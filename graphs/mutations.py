@@ -1,0 +1,74 @@
+"""Inputs that the step overwrites: nothing may read them after the write as if it had not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs import recomputability
+from graphs._torch import OpOverload, schema_of
+
+
+def insert_snapshots(
+    joint: fx.GraphModule, forward_outputs: Sequence[Any]
+) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]]:
+    """Copy each input that the step overwrites before its first use; all other readers read the copy.
+
+    A recompute, or a backward op, that read the input itself would see the value written by the forward. Lowering
+    drops a snapshot again where no reader runs after the write.
+    """
+    snapshots: dict[fx.Node, fx.Node] = {}
+    overwritten: set[fx.Node] = set()
+    graph = joint.graph
+    for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
+        writers = [u for u in placeholder.users if _writes_to(u, placeholder)]
+        if not writers and not _is_written_outside(joint, placeholder, forward_outputs):
+            continue
+        overwritten.add(placeholder)
+        readers = [u for u in placeholder.users if u not in writers and u.op != "output"]
+        if not readers:
+            continue
+        value = placeholder.meta["val"]
+        first = min(readers, key=_positions(graph).__getitem__)
+        with graph.inserting_before(first):
+            snapshot = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        with value.fake_mode:
+            snapshot.meta["val"] = value.clone()
+        for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):
+            if key in first.meta:
+                snapshot.meta[key] = first.meta[key]
+        for reader in readers:
+            reader.replace_input_with(placeholder, snapshot)
+        snapshots[snapshot] = placeholder
+    return snapshots, frozenset(overwritten)
+
+
+def _is_written_outside(joint: fx.GraphModule, placeholder: fx.Node, forward_outputs: Sequence[Any]) -> bool:
+    """Whether the runtime, not the graph, writes a new value into this input after the forward."""
+    described = placeholder.meta.get("desc")
+    if described is None:
+        return False
+    for description in (joint.graph.output_node().meta.get("desc") or ())[: len(forward_outputs)]:
+        if getattr(description, "mutated_input", None) == described:
+            return True
+    return False
+
+
+def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
+    """Whether a node mutates this placeholder through an argument that its schema marks as written."""
+    if not recomputability.is_mutating(node):
+        return False
+    assert isinstance(node.target, OpOverload)
+    schema = schema_of(node.target)
+    for position, argument in enumerate(schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:
+            return True
+    return False
+
+
+def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
