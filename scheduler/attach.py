@@ -66,6 +66,7 @@ class Attachment:
         self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self.previous_call: Any = None
         self._plain: Callable[..., Any] = module._call_impl  # noqa: SLF001 - what nn.Module.__call__ runs
+        self.ends_at_plan = only_plan  # else planning with samples compiles too, and only does not run
         self.only_plan = only_plan
         # Found out when they are first needed: a copy is attached before deepcopy has filled the module.
         self._substituted: tuple[nn.Module, ...] | None = None
@@ -82,7 +83,7 @@ class Attachment:
             optimizer=self.optimizer,
             call_inputs=lambda: self._call_inputs,
             given=self.given,
-            on_planned=self._end_here if self.only_plan else None,
+            on_planned=self._end_here if self.ends_at_plan else None,
             on_scheduled=functools.partial(self._publish, situation),
             every_output=situation.every_output,
             on_secondary_gradient=self._differentiate_every_output,
