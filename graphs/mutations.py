@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphs import recomputability
-from graphs._torch import OpOverload, schema_of
+from graphs._torch import OpOverload, schema_of, storage_identity
 
 
 def insert_snapshots(
@@ -42,8 +43,24 @@ def insert_snapshots(
                 snapshot.meta[key] = first.meta[key]
         for reader in readers:
             reader.replace_input_with(placeholder, snapshot)
+        _move_views(snapshot, storage_identity(value))
         snapshots[snapshot] = placeholder
     return snapshots, frozenset(overwritten)
+
+
+def _move_views(snapshot: fx.Node, identity: int) -> None:
+    """Have the views that are now taken of a snapshot lie in its storage, where they lay in the one that it copies."""
+    pending = list(snapshot.users)
+    while pending:
+        node = pending.pop()
+        tensors = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+        if not any(storage_identity(t) == identity for t in tensors) or recomputability.is_mutating(node):
+            continue
+        assert callable(node.target), node
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with snapshot.meta["val"].fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+        pending += node.users
 
 
 def _is_written_outside(joint: fx.GraphModule, placeholder: fx.Node, forward_outputs: Sequence[Any]) -> bool:
