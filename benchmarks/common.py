@@ -105,26 +105,33 @@ def write_results(name: str, title: str, tables: Sequence[Table], notes: Sequenc
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, seconds: float = 600.0
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    seconds: float = 600.0,
+    processor_time: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of each step, taken in turns so that a busy machine slows all of them alike.
 
     The order within a round is reversed every other round. Stops after ``rounds``, or when ``seconds`` have passed and
-    each step was timed at least three times.
+    each step was timed at least three times. ``processor_time`` counts the time of this process's threads on the
+    processor instead of wall time: what can be measured on a CPU that others use.
     """
     names = list(steps)
     for _ in range(warm_up):
         for name in names:
             steps[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
+    clock = time.process_time if processor_time else time.perf_counter
     start = time.perf_counter()
     for round_ in range(rounds):
         for name in names if round_ % 2 == 0 else reversed(names):
             _synchronize()
-            begin = time.perf_counter()
+            begin = clock()
             steps[name]()
             _synchronize()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(clock() - begin)
         if round_ >= 2 and time.perf_counter() - start > seconds:
             break
     return times
