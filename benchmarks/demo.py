@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from scheduler import measure_peak, schedule
+from scheduler import Plan, measure_peak, schedule
 from scheduler.units import format_bytes
 
 
@@ -44,21 +44,18 @@ class Contestant:
         """Forward, backward and optimizer step. The randomness depends on ``step`` alone."""
         torch.manual_seed(step)
 
-        def forward_backward() -> Tensor:
-            loss = self.model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            return loss
+        def forward_backward() -> None:
+            output = self.model(input_ids=batch, labels=batch)  # held to the end of the step, as the plan assumes
+            output.loss.backward()
+            self.losses.append(output.loss.item())
 
         if measure:
-            held: list[Tensor] = []
-            peak = measure_peak(lambda: held.append(forward_backward()), resident=(self.model, self.optimizer, batch))
+            peak = measure_peak(forward_backward, resident=(self.model, self.optimizer, batch))
             self.peaks.append(peak.peak_bytes)
-            loss = held[0]
         else:
             start = time.perf_counter()
-            loss = forward_backward()
+            forward_backward()
             self.seconds.append(time.perf_counter() - start)
-        self.losses.append(loss.item())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -159,14 +156,27 @@ def print_contestants(contestants: list[Contestant], budget: int) -> None:
     print(f"(forward and backward, medians of {times} steps taken in turns; peaks are the highest of 2 steps)")
 
 
-def print_losses(plain: Contestant, scheduled: Contestant) -> bool:
-    """Loss per step of both, and whether they are the same numbers."""
+def train(contestants: list[Contestant], batches: list[Tensor]) -> bool:
+    """Train all copies in turns, printing the loss of each step; whether plain and scheduled losses are the same."""
+    plain, scheduled, _ = contestants
     print(f"\n{'step':>4}{'plain loss':>14}{'scheduled':>14}")
-    for step, (a, b) in enumerate(zip(plain.losses, scheduled.losses, strict=True)):
-        print(f"{step:>4}{a:>14.6f}{b:>14.6f}{'' if a == b else '   differs'}")
+    for step, batch in enumerate(batches):
+        for one in contestants:
+            if len(one.losses) == step:  # the plain copy has taken its first two steps already
+                one.train_step(step, batch, measure=step < 2)
+        a, b = plain.losses[step], scheduled.losses[step]
+        print(f"{step:>4}{a:>14.6f}{b:>14.6f}{'' if a == b else '   differs'}", flush=True)
     same = plain.losses == scheduled.losses
-    print(f"losses: {'equal, bit for bit' if same else 'NOT equal'}")
+    print(f"losses: {'equal, bit for bit' if same else 'NOT equal'}\n")
     return same
+
+
+def write_plan(plan: Plan, folder: pathlib.Path) -> None:
+    """Save the plan and its picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.json")
+    plan.plot().figure.savefig(folder / "plan.png", dpi=150)
+    print(f"wrote {folder / 'plan.json'} and {folder / 'plan.png'}", flush=True)
 
 
 def main() -> int:
@@ -178,7 +188,9 @@ def main() -> int:
     print(
         f"GPT-2, {options.layers} layers × {options.width}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M "
         f"parameters, batch {options.batch} × {options.tokens} bytes out of {len(text):,}; "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread\n"
+        "two plain steps to see how much memory they take ...",
+        flush=True,
     )
     batches = [make_batch(text, step, options) for step in range(options.steps)]
     plain, scheduled, per_block = (
@@ -191,6 +203,7 @@ def main() -> int:
         plain.train_step(step, batches[step], measure=True)
     budget = choose_budget(plain, batches[0], options.fraction)
 
+    print("planning: trace the step, time each distinct op, solve (half a minute on a quiet machine) ...", flush=True)
     planning = time.perf_counter()
     schedule(
         scheduled.model,
@@ -199,26 +212,17 @@ def main() -> int:
         optimizer=scheduled.optimizer,
     )
     plan = scheduled.model.plan
-    print(f"captured, profiled and solved in {time.perf_counter() - planning:.1f} s\n")
-
+    print(f"captured, profiled and solved in {time.perf_counter() - planning:.1f} s\n\n{plan.summary()}\n")
+    write_plan(plan, options.output)
     contestants = [plain, scheduled, per_block]
-    for step, batch in enumerate(batches):
-        for one in contestants[1:] if step < 2 else contestants:
-            one.train_step(step, batch, measure=step < 2)
+    same = train(contestants, batches)
     plan.record_measured_peak(scheduled.peak_bytes)
-    print(plan.summary())
-
     difference = scheduled.peak_bytes / plan.peak_bytes - 1
     print(
-        f"\nbudget {format_bytes(budget)}, predicted peak {format_bytes(plan.peak_bytes)}, "
+        f"budget {format_bytes(budget)}, predicted peak {format_bytes(plan.peak_bytes)}, "
         f"measured peak {format_bytes(scheduled.peak_bytes)} ({difference:+.2%})"
     )
     print_contestants(contestants, budget)
-    same = print_losses(plain, scheduled)
-    options.output.mkdir(parents=True, exist_ok=True)
-    plan.save(options.output / "plan.json")
-    plan.plot().figure.savefig(options.output / "plan.png", dpi=150)
-    print(f"\nwrote {options.output / 'plan.json'} and {options.output / 'plan.png'}")
     print(f"{time.perf_counter() - started:.0f} s in all")
     return 0 if same and scheduled.peak_bytes <= budget and abs(difference) <= 0.01 else 1
 

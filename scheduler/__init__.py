@@ -9,6 +9,7 @@ from scheduler.api import graphs_of, plan, plan_of, schedule, unschedule
 from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
 from scheduler.memory import PeakMemory, measure_peak
 from scheduler.plan import Plan
+from scheduler.watch import watch
 
 __all__ = [
     "BudgetError",
@@ -26,4 +27,5 @@ __all__ = [
     "plan_of",
     "schedule",
     "unschedule",
+    "watch",
 ]

@@ -69,8 +69,7 @@ def schedule(
         TypeError: ``model`` is not a module.
 
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"schedule() takes a torch.nn.Module, and got {type(model).__name__}")
+    _check_module(model, "schedule")
     settings = Settings(
         budget_bytes=None if budget_gb is None else parse_budget(budget_gb),
         solver=solver,
@@ -154,6 +153,7 @@ def plan(
         Infeasible, CaptureError, BudgetError: as :func:`schedule`.
 
     """
+    _check_module(model, "plan")
     settings = Settings(
         budget_bytes=None if budget_gb is None else parse_budget(budget_gb),
         unlimited=budget_gb is None,
@@ -173,6 +173,11 @@ def plan(
             f"{type(model).__name__}: nothing in this step requires grad, so that there is nothing to plan"
         )
     return attachment.plan
+
+
+def _check_module(model: object, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}() takes a torch.nn.Module, and got {type(model).__name__}")
 
 
 def _patterns(never_recompute: Sequence[str]) -> tuple[str, ...]:

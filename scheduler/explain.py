@@ -116,7 +116,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: Plan, path: str, *, price: bool = True, delta_bytes: int | None = None) -> Explanation:
+def explain(
+    plan: Plan, path: str, *, price: bool = True, delta_bytes: int | None = None, time_limit_s: float = 20.0
+) -> Explanation:
     """What happens to each tensor of a module, and why.
 
     Args:
@@ -124,6 +126,7 @@ def explain(plan: Plan, path: str, *, price: bool = True, delta_bytes: int | Non
         path: dotted module path (everything below it counts too), or a pattern such as ``*.mlp``; ``""`` for all.
         price: whether to solve again for the shadow price of memory.
         delta_bytes: how much more and less to try; by default 1 GB, or a tenth of a budget below 10 GB.
+        time_limit_s: bound on each of the two solves, in seconds.
 
     Raises:
         ValueError: no module of the step has this path. The message suggests the nearest.
@@ -135,7 +138,8 @@ def explain(plan: Plan, path: str, *, price: bool = True, delta_bytes: int | Non
         raise ValueError(_unknown(plan, path))
     away = _absences(plan, {d.storage for d in chosen if d.action is Action.RECOMPUTED})
     tensors = tuple(_explained(plan, d, away.get(d.storage, [])) for d in chosen)
-    return Explanation(path, tensors, _peak_sentence(plan), shadow_price(plan, delta_bytes) if price else None)
+    bought = shadow_price(plan, delta_bytes, time_limit_s=time_limit_s) if price else None
+    return Explanation(path, tensors, _peak_sentence(plan), bought)
 
 
 def under(module_path: str, path: str) -> bool:

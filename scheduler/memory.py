@@ -38,6 +38,12 @@ class PeakMemory:
         """Most bytes live at once."""
         return self.baseline_bytes + self.increase_bytes
 
+    def __repr__(self) -> str:
+        return (
+            f"PeakMemory(peak_bytes={self.peak_bytes}, "
+            f"baseline_bytes={self.baseline_bytes}, increase_bytes={self.increase_bytes})"
+        )
+
 
 def measure_peak(
     step: Callable[[], object],

@@ -159,7 +159,7 @@ def infeasible(problem: Problem, solution: Solution) -> Infeasible:
         floor_lower_bound_bytes=solution.floor_lower_bound_bytes or bound.bytes,
         binding_op=problem.op_names[bound.op],
         binding_module=problem.op_modules[bound.op],
-        detail=solution.message,
+        detail="" if solution.floor_bytes is not None else solution.message,
     )
 
 

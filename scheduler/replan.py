@@ -135,7 +135,7 @@ def _or_by_hand(problem: Problem, solution: Solution) -> Solution:
     return solution
 
 
-def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS, *, time_limit_s: float = 10.0) -> tuple[int, ...]:
+def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, ...]:
     """``count`` budgets in equal steps from the least one with a plan to the keep-all peak, both included.
 
     Raises:
@@ -145,7 +145,7 @@ def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS, *, time_limit_
     if count < 2:
         raise ValueError(f"a sweep needs at least 2 budgets, and got {count}")
     by_hand = (strategy.solve(problem.with_budget(2**62)).peak_bytes for strategy in BASELINES.values())
-    low = min(find_floor(problem, time_limit_s=time_limit_s).bytes, *by_hand)
+    low = min(find_floor(problem).bytes, *by_hand)
     high = simulate(problem, store_all_steps(problem)).peak_bytes
     return tuple(low + (high - low) * i // (count - 1) for i in range(count))
 

@@ -19,7 +19,7 @@ PACKAGES = ("graphs", "scheduler", "solvers")
 
 
 def run(*command, cwd, **env):
-    done = subprocess.run(  # noqa: S603 - our own commands
+    done = subprocess.run(
         [str(c) for c in command], cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
