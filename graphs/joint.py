@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphs import recomputability
-from graphs._torch import storage_identity
+from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
@@ -84,14 +84,29 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-def storage_bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Bytes that the storage behind a tensor takes on ``device``: 0 if it lies elsewhere, CUDA's rounding applied."""
+#: Losses whose kernels reduce where the values of all elements lie: the one number that is left keeps their storage.
+_REDUCED_IN_PLACE: Final = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"})
+
+
+def storage_bytes(tensor: torch.Tensor, device: torch.device, *, elements: int = 0) -> int:
+    """Bytes that the storage behind a tensor takes on ``device``: 0 if it lies elsewhere, CUDA's rounding applied.
+
+    ``elements``: how many the storage holds at least, where it holds more than the tensor shows.
+    """
     if tensor.device.type != device.type:
         return 0
-    size = tensor.untyped_storage().nbytes()
+    size = max(tensor.untyped_storage().nbytes(), elements * tensor.element_size())
     if device.type == "cuda":
         size = -(-size // CUDA_ALLOCATION_BYTES) * CUDA_ALLOCATION_BYTES
     return int(size)
+
+
+def reduced_elements(node: fx.Node) -> int:
+    """Elements that the result of a loss keeps beside the one it shows; 0 for other ops."""
+    if not isinstance(node.target, OpOverload) or schema_of(node.target).name.split("::")[-1] not in _REDUCED_IN_PLACE:
+        return 0
+    values = [i.meta.get("val") for i in node.all_input_nodes[:2]]
+    return max((value.numel() for value in values if isinstance(value, torch.Tensor)), default=0)
 
 
 def capture_from_joint(
@@ -237,7 +252,7 @@ class _Builder:
             identity = storage_identity(value)
             if identity not in self.by_identity:
                 label = node.name if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{position}]"
-                size = storage_bytes(value, self.device)
+                size = storage_bytes(value, self.device, elements=reduced_elements(node))
                 self.by_identity[identity] = self._new_storage(label, size, StorageKind.ACTIVATION, path)
                 outputs.append(self.by_identity[identity])
         self._append(
