@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 _BYTE_UNITS: Final = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -26,8 +25,9 @@ def format_time(nanoseconds: int) -> str:
 
 
 def budget_that_covers(size: int) -> str:
-    """The ``budget_gb`` argument, in full megabytes rounded up, that allows ``size`` bytes: ``0.352``."""
-    return f"{math.ceil(size / 10**6) / 1000:g}"
+    """The ``budget_gb`` argument, rounded up to three digits, that allows ``size`` bytes: ``0.352``."""
+    step = 10 ** max(0, len(str(size)) - 3)
+    return f"{-(-size // step) * step / 10**9:.9f}".rstrip("0").rstrip(".")
 
 
 def _shorten(figure: float) -> str:

@@ -32,7 +32,8 @@ def test_sizes_and_times():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(1, "0.001"), (350 * MB, "0.35"), (350 * MB + 1, "0.351"), (8 * 10**9, "8")]
+    ("size", "text"),
+    [(1, "0.000000001"), (1_432_200, "0.00144"), (350 * MB, "0.35"), (350 * MB + 1, "0.351"), (8 * 10**9, "8")],
 )
 def test_a_budget_that_covers_is_never_too_small(size, text):
     assert budget_that_covers(size) == text
