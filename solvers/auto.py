@@ -50,7 +50,7 @@ class AutoSolver:
             return self._infeasible(problem, moments, start, None)
         best = self._best(problem, moments, start)
         if not best.status.has_plan:
-            floor = self._find_floor(problem, start)
+            floor = find_floor(problem)
             if floor.bytes > problem.budget_bytes:
                 return self._infeasible(problem, moments, start, floor)
             best = floor.plan
@@ -88,16 +88,13 @@ class AutoSolver:
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
 
-    def _find_floor(self, problem: Problem, start: float) -> Floor:
-        return find_floor(problem, time_limit_s=min(max(self._left(start), 1.0), 20.0))
-
     def _infeasible(self, problem: Problem, found: Solution, start: float, floor: Floor | None) -> Solution:
         """The answer without a plan: how much is needed, from both sides, and which op binds.
 
         ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
         """
         how = "no schedule fits" if floor is None else "no schedule was found that fits"
-        floor = floor or self._find_floor(problem, start)
+        floor = floor or find_floor(problem)
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),

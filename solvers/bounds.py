@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
+from solvers.prune import prune
 from solvers.rematerialise import RULES, Rematerialiser
+from solvers.simulate import compute_order, simulate, with_frees
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 
 LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
+
+_FLOOR_RULES = (RULES[0], RULES[4])
+_MORE_FLOOR_RULES = (*_FLOOR_RULES, RULES[5], RULES[6], RULES[1])
+_MEDIUM = 500  # ops up to which the walk is tried under more rules
+_SMALL = 50  # ops up to which models are solved for the floor, in a second or two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,45 +92,52 @@ class Floor:
         return self.plan.peak_bytes
 
 
-def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 20.0) -> Floor:
+def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = math.inf) -> Floor:
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
-    Bisection between :func:`floor_lower_bound` and the keep-all peak, to ``tolerance`` of the latter: first by the
-    strict-budget walk with late storages pinned, which is fast, then without, then by :data:`LOW_BUDGET_SOLVER`, whose
-    proofs of infeasibility raise the lower bound. The peak of each plan found tightens the search. The first two get a
-    quarter of the time each.
+    Bisection between :func:`floor_lower_bound` and the keep-all peak by the strict-budget walk, to ``tolerance`` of the
+    latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
+    are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The peak of
+    each plan found tightens the search. The work is limited by counts: the same problem has the same floor, unless
+    ``time_limit_s`` has passed, after which no further rule is tried.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
     keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
     slack = tolerance * keep_all.peak_bytes
     plan = keep_all
-    for rule, share in ((RULES[0], 0.25), (RULES[-1], 0.5)):
-        walk = Rematerialiser(rules=(rule,))
-        _, plan = _bisect(problem, walk, (lower.bytes, plan), 2 * slack, start + share * time_limit_s)
-    left = start + time_limit_s - time.perf_counter()
-    limited = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=min(LOW_BUDGET_SOLVER.time_limit_s, left))
-    at_low = limited.solve(problem.with_budget(lower.bytes))
+    rules = _FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
+    for rule in rules:
+        if time.perf_counter() - start > time_limit_s:
+            break
+        _, plan = _bisect(problem, Rematerialiser(rules=(rule,), improve=False), (lower.bytes, plan), slack)
+    plan = _pruned(problem, plan)
+    if len(problem.time_ns) > _SMALL:
+        return Floor(plan, lower)
+    at_low = LOW_BUDGET_SOLVER.solve(problem.with_budget(lower.bytes))
     if at_low.status.has_plan:
         return Floor(at_low, lower)
-    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
+    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 
+def _pruned(problem: Problem, plan: Solution) -> Solution:
+    """The plan of a floor without the recomputations that its own peak leaves room for."""
+    order = prune(problem.with_budget(plan.peak_bytes), compute_order(plan.steps))
+    steps = with_frees(problem, order)
+    figures = simulate(problem, steps)
+    return dataclasses.replace(plan, steps=steps, step_time_ns=figures.step_time_ns, peak_bytes=figures.peak_bytes)
+
+
 def _bisect(
-    problem: Problem,
-    solver: MomentsSolver | Rematerialiser,
-    interval: tuple[int, Solution],
-    slack: float,
-    deadline: float,
+    problem: Problem, solver: MomentsSolver | Rematerialiser, interval: tuple[int, Solution], slack: float
 ) -> tuple[int, Solution]:
     """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
     low, plan = interval
     proven = low
-    while plan.peak_bytes - low > slack and (left := deadline - time.perf_counter()) > 0:
+    while plan.peak_bytes - low > slack:
         candidate = (low + plan.peak_bytes) // 2
-        limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, left))
-        solution = limited.solve(problem.with_budget(candidate))
+        solution = solver.solve(problem.with_budget(candidate))
         if solution.status.has_plan:
             plan = solution
         else:

@@ -46,6 +46,9 @@ class _Profile:
         self.order = order
         self.copies = [_Copies() for _ in problem.storage_bytes]
         self.live = np.zeros(len(order) + 1, dtype=np.int64)
+        self.blocked: dict[
+            int, tuple[int, int]
+        ] = {}  # per removal that failed: a place without room, bytes needed there
         for position, op in enumerate(order):
             for s in problem.inputs[op]:
                 self.copies[s].read.append(position)
@@ -63,6 +66,10 @@ class _Profile:
     def try_remove(self, position: int, capacity: int) -> bool:
         """Remove the recomputation at ``position`` if the copies it would have to extend fit; say whether it was."""
         problem = self.problem
+        if position in self.blocked:
+            place, needed = self.blocked[position]
+            if self.live[place] + needed > capacity:
+                return False
         op = self.order[position]
         changes: list[tuple[int, int, int]] = []
         for s in problem.outputs[op]:
@@ -76,9 +83,12 @@ class _Profile:
         for start, stop, size in changes:
             self.live[start:stop] += size
         low = min((start for start, _, _ in changes), default=position)
-        if self.live[low:position].max(initial=0) > capacity:
+        worst = low + int(self.live[low:position].argmax()) if low < position else position
+        if worst < position and self.live[worst] > capacity:
             for start, stop, size in changes:
                 self.live[start:stop] -= size
+            needed = sum(size for start, stop, size in changes if start <= worst < stop)
+            self.blocked[position] = (worst, needed)
             return False
         self._forget(position)
         return True
@@ -96,6 +106,7 @@ class _Profile:
             copies.read.remove(position)
             after = self._last_use(s, production)
             self.live[after + 1 : before + 1] -= problem.storage_bytes[s]
+            self.blocked.pop(production, None)  # it may have lost its last read
         self.live[position] = 0
 
 

@@ -28,6 +28,8 @@ from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status
 from solvers.store_all import keep_all_peak_op
 
+SMALL = 0.003
+MOST_WORK = 30  # ops looked at per op of the step
 MOST_LEVELS = 60  # of rebuilding inside rebuilding; more means that the walk goes in circles
 
 
@@ -81,6 +83,7 @@ class _Walk:
         self.live = 0
         self.depth = 0
         self.execution_limit = execution_limit
+        self.work = 0  # ops in all stretches that rebuilding looked at
         self.never = float(4 * len(problem.time_ns) + 4)
         self.resident: set[int] = set()
         self.held = [0] * storages
@@ -92,6 +95,11 @@ class _Walk:
         self.guide = list(zip(guide.moments, guide.kept, strict=True)) if guide else []
         self.guided = self._guided()
         self.pinned = _late(problem) if rule.pin_late else [False] * storages
+        self.small = _small(problem)
+        self.dead_after = _last_needs(problem)
+        self.dying: list[list[int]] = [[] for _ in range(len(problem.time_ns) + 1)]
+        for s, last in enumerate(self.dead_after):
+            self.dying[last].append(s)
 
     def run(self) -> tuple[int, ...]:
         """Execute the whole step and return the order of executions."""
@@ -102,6 +110,9 @@ class _Walk:
             for s in (*inputs, *self.problem.outputs[op]):
                 self.use[s] = self._next_need(s)
                 self._hold((s,), 0)
+            for s in self.dying[op]:
+                if s in self.resident:
+                    self._discard(s)
             if self.guide and op == self.guide[0][0]:
                 self.guide.pop(0)
                 self.guided = self._guided()
@@ -135,7 +146,7 @@ class _Walk:
         for s in storages:
             self.held[s] += amount
             free = self.held[s] == 0 and s in self.resident and self.problem.storage_bytes[s] > 0
-            self.evictable[s] = free and (not self.pinned[s] or self.use[s] >= self.never)
+            self.evictable[s] = free and not self.small[s] and (not self.pinned[s] or self.use[s] >= self.never)
 
     def _assemble(self, op: int) -> None:
         """Make all inputs of ``op`` resident and hold them."""
@@ -166,8 +177,12 @@ class _Walk:
                     self._rebuild(missing[0])
                     missing = [s for s in missing if s not in self.resident]
             except OutOfBudgetError:
-                if attempt == 3 or len(self.order) >= self.execution_limit:
+                if attempt == 3 or len(self.order) >= self.execution_limit or self._tired():
                     raise
+
+    def _tired(self) -> bool:
+        """Whether the walk has worked so much that it goes in circles."""
+        return self.work > MOST_WORK * len(self.problem.time_ns) + 1000
 
     def _give_up(self, storages: Iterable[int]) -> None:
         """Drop those that can be rebuilt and that no other op being assembled holds."""
@@ -178,11 +193,12 @@ class _Walk:
     def _rebuild(self, s: int) -> None:
         """Execute, in index order, what it takes to make ``s`` resident."""
         ops = missing_ops(self.problem, (s,), self.resident)
+        self.work += len(ops)
         stretch = sorted({u for v in ops for u in (*self.problem.inputs[v], *self.problem.outputs[v])})
         self.pending[stretch] += 1
         self.depth += 1
         try:
-            if self.depth > MOST_LEVELS:
+            if self.depth > MOST_LEVELS or self._tired():
                 raise OutOfBudgetError(self.position)
             for v in ops:
                 if s not in self.resident and any(u not in self.resident for u in self.problem.outputs[v]):
@@ -208,17 +224,21 @@ class _Walk:
             self._hold(problem.inputs[op], -1)
         self.order.append(op)
         for s in problem.outputs[op]:
-            if s not in self.resident:
+            if s not in self.resident and self.dead_after[s] >= self.position:
                 self.resident.add(s)
                 self.live += problem.storage_bytes[s]
         self._hold(problem.outputs[op], 0)
 
-    def _drop(self, s: int) -> None:
-        """Drop ``s``; what it is made from is then needed when it is."""
-        self.use[s] = self._next_need(s)
+    def _discard(self, s: int) -> None:
+        """Take ``s`` out of what is resident."""
         self.resident.discard(s)
         self.evictable[s] = False
         self.live -= self.problem.storage_bytes[s]
+
+    def _drop(self, s: int) -> None:
+        """Drop ``s``; what it is made from is then needed when it is."""
+        self.use[s] = self._next_need(s)
+        self._discard(s)
         stack = [s] if self.use[s] < self.never else []
         while stack:
             t = stack.pop()
@@ -244,14 +264,19 @@ class _Walk:
         while len(indices):
             best = int(np.argmin(scores))
             s = int(indices[best])
-            if not np.isfinite(scores[best]):
-                return None
-            if s in fresh:
+            finite = bool(np.isfinite(scores[best]))
+            if finite and s in fresh:
                 return s
-            fresh.add(s)
-            self.use[s] = self._next_need(s)
-            self.rebuild[s] = self._rebuild_time(s)
-            scores[best] = self._scores(indices[best : best + 1])[0]
+            if not finite and len(fresh) == len(indices):
+                return None
+            stale = [best] if finite else range(len(indices))  # all is thought irreplaceable: look whether that holds
+            for i in stale:
+                s = int(indices[i])
+                if s not in fresh:
+                    fresh.add(s)
+                    self.use[s] = self._next_need(s)
+                    self.rebuild[s] = self._rebuild_time(s)
+                    scores[i] = self._score(s)
         return None
 
     def _scores(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -269,6 +294,20 @@ class _Walk:
             scores[later] *= self.guided[indices][later]
         return scores
 
+    def _score(self, s: int) -> float:
+        """The figure of :meth:`_scores` for one storage, without the overhead of arrays."""
+        rule = self.rule
+        use = float(self.use[s])
+        distance = max(use - self.position, 0.5)
+        score: float = float(self.rebuild[s]) ** rule.time / (float(self.size[s]) * distance**rule.distance)
+        if use >= self.never:
+            score *= 1e-12
+        if self.pending[s] > 0:
+            score *= 1e9
+        if self.guided is not None and use > self.guide[0][0]:
+            score *= float(self.guided[s])
+        return score
+
     def _rebuild_time(self, s: int) -> float:
         """Time of all ops that it takes to produce ``s`` again were it lost; infinite where that is impossible."""
         if self.use[s] >= self.never:
@@ -282,6 +321,31 @@ class _Walk:
         finally:
             if there:
                 self.resident.add(s)
+
+
+def _last_needs(problem: Problem) -> list[int]:
+    """For each storage the last op at whose first execution it can be needed, be it to rebuild something else."""
+    ops = len(problem.time_ns)
+    last = [ops if s in problem.live_at_end else max(r, default=-1) for s, r in enumerate(problem.readers)]
+    for op in range(ops - 1, -1, -1):
+        latest = max((last[s] for s in problem.outputs[op]), default=-1) if problem.recomputable[op] else -1
+        for s in problem.outputs[op]:
+            last[s] = max(last[s], op)
+        for s in problem.inputs[op]:
+            last[s] = max(last[s], latest)
+    return last
+
+
+def _small(problem: Problem) -> list[bool]:
+    """The least storages, up to ``SMALL`` of the capacity together: not worth losing what can be rebuilt from them."""
+    room = SMALL * problem.capacity_bytes
+    small = [False] * len(problem.storage_bytes)
+    for size, s in sorted((size, s) for s, size in enumerate(problem.storage_bytes)):
+        room -= size
+        if room < 0:
+            break
+        small[s] = True
+    return small
 
 
 def _late(problem: Problem) -> list[bool]:
@@ -317,11 +381,13 @@ class Rematerialiser:
 
     Attributes:
         rules: eviction rules to try, in order; the fastest plan is returned.
+        improve: whether plans are pruned.
         time_limit_s: no further rule is tried after this.
 
     """
 
     rules: tuple[EvictionRule, ...] = RULES
+    improve: bool = True
     time_limit_s: float = 60.0
 
     def solve(self, problem: Problem) -> Solution:
@@ -333,7 +399,7 @@ class Rematerialiser:
             if time.perf_counter() - start > self.time_limit_s:
                 break
             try:
-                order = rematerialised_order(problem, rule=rule)
+                order = rematerialised_order(problem, rule=rule, improve=self.improve)
             except OutOfBudgetError as error:
                 stuck = max(stuck, error.op)
                 continue

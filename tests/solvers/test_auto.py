@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from solvers import AutoSolver, Status, compute_order
+from solvers import AutoSolver, BruteForceSolver, Status, compute_order
 from solvers.validate import validate
 from tests.problems import keep_all_peak, known_cases, random_chain, random_problem, training_chain
 
@@ -72,3 +72,12 @@ def test_time_limit_is_kept():
     solution = AutoSolver(time_limit_s=1.0, gap=0.0).solve(problem)
     assert time.perf_counter() - start < 30.0
     assert solution.solve_seconds > 0.0
+
+
+@pytest.mark.parametrize("seed", [1002, 1003, 1008, 1020])
+def test_tiny_problems_that_moments_leave_open_are_solved_exactly(seed):
+    problem = random_chain(seed, length=5, budget=(seed % 3) / 10)
+    optimum = BruteForceSolver(find_floor=False).solve(problem)
+    solution = AutoSolver(gap=0.0).solve(problem)
+    validate(problem, solution)
+    assert solution.step_time_ns == optimum.step_time_ns

@@ -47,3 +47,23 @@ def test_errors_of_highs_are_runtime_errors():
     milp.row([(3, 1.0)], 1.0)  # a column that does not exist
     with pytest.raises((RuntimeError, ValueError)):
         milp.solve(time_limit_s=10)
+
+
+def test_the_relaxation_bounds_and_shows_what_can_be_fixed():
+    milp = knapsack([(3, 4.0), (4, 5.0), (5, 6.0), (1, 50.0)], 8)
+    relaxation = milp.relax(time_limit_s=10)
+    assert relaxation.status is MilpStatus.SOLVED
+    assert relaxation.bound == pytest.approx(6.0 + 5.0 * 3 / 4)
+    fixed = milp.near(relaxation, 10.0)
+    assert fixed == {3: 0.0}
+    assert milp.solve(time_limit_s=10, fixed=fixed, hint=(1.0, 0.0, 1.0, 1.0)).objective == pytest.approx(10.0)
+    assert knapsack([(1, 1.0)], 2).relax(time_limit_s=10).status is MilpStatus.INFEASIBLE
+
+
+def test_a_point_at_the_target_ends_the_search():
+    weights = [(17 + i * 7 % 11, 20.0 + i * 5 % 13) for i in range(60)]
+    optimum = knapsack(weights, 500).solve(time_limit_s=10)
+    found = knapsack(weights, 500).solve(time_limit_s=10, target=1.2 * optimum.objective)
+    assert found.values
+    assert optimum.objective - 1e-6 <= found.objective <= 1.2 * optimum.objective
+    assert found.bound <= optimum.objective + 1e-6

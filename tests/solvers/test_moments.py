@@ -164,3 +164,19 @@ def test_infeasible_model_is_seen_before_it_is_solved():
     assert not MomentsModel(problem, (2,), 1).feasible
     model = MomentsModel(problem, (2,), 10)
     assert model.milp.solve(time_limit_s=5).status is MilpStatus.SOLVED
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_fixing_what_the_relaxation_decides_keeps_bound_and_optimum(seed, monkeypatch):
+    monkeypatch.setattr("solvers.moments._FEW_COLUMNS", 0)
+    problem = random_chain(seed) if seed % 2 else random_problem(seed)
+    optimum = BruteForceSolver(find_floor=False).solve(problem)
+    found = MomentsSolver(gap=0.02).solve(problem)
+    if optimum.status is Status.INFEASIBLE:
+        assert not found.status.has_plan
+        return
+    assert found.status is not Status.INFEASIBLE
+    assert found.lower_bound_ns <= optimum.step_time_ns
+    if found.status.has_plan:
+        validate(problem, found)
+        assert found.step_time_ns >= optimum.step_time_ns
