@@ -1,0 +1,143 @@
+"""The formulae of the paper to the byte, the choice of layers against every other choice, and the flags."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+
+import pytest
+from typer.testing import CliRunner
+
+from scheduler.cli import app
+from scheduler.policy import (
+    Level,
+    Policy,
+    Transformer,
+    best_policy,
+    huggingface_lines,
+    megatron_flags,
+    torch_lines,
+    uniform,
+)
+
+GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}
+MT_NLG = {"layers": 105, "hidden": 20480, "heads": 128, "seq": 2048}
+
+
+def published(shape, t, *, attention, sequence):
+    """Table 2 of Korthikanti et al. 2022, for one layer and one sequence, as an exact fraction."""
+    s, h, a = shape["seq"], shape["hidden"], shape["heads"]
+    core = Fraction(5 * a * s, h) if attention else 0
+    return s * h * ((34 + core) / Fraction(t) if sequence else 10 + (24 + core) / Fraction(t))
+
+
+@pytest.mark.parametrize("shape", [GPT3, MT_NLG, {"layers": 2, "hidden": 64, "heads": 8, "seq": 24}])
+@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bytes_of_a_layer_are_those_published(shape, t, sequence, batch):
+    model = Transformer(**shape, batch=batch, tensor_parallel=t, sequence_parallel=sequence)
+    for level, attention in ((Level.NONE, True), (Level.SELECTIVE, False)):
+        if t == 1 and not sequence:
+            expected = shape["seq"] * shape["hidden"] * 34
+            expected += 5 * shape["heads"] * shape["seq"] ** 2 if attention else 0
+        else:
+            expected = published(shape, t, attention=attention, sequence=sequence)
+        assert model.layer_bytes(level) == batch * expected
+    assert model.layer_bytes(Level.FULL) == 2 * batch * shape["seq"] * shape["hidden"]
+
+
+def test_a_fused_kernel_keeps_a_number_per_row_instead():
+    plain, fused = Transformer(**GPT3), Transformer(**GPT3, flash=True)
+    rows = 4 * 96 * 2048
+    assert fused.layer_bytes(Level.NONE) == plain.layer_bytes(Level.SELECTIVE) + rows
+    assert fused.levels == (Level.NONE, Level.FULL)
+
+
+def test_parameters_and_operations_are_those_published():
+    model = Transformer(**GPT3, vocabulary=51200)
+    assert model.parameters() == 96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048) * 12288
+    h, s = Fraction(12288), 2048
+    assert model.step_flops() == 72 * 96 * s * h**2 * (1 + s / (6 * h) + Fraction(51200, 12 * 12288 * 96))
+    # the paper: with everything recomputed, one more forward of every layer
+    full = uniform(model, Level.FULL)
+    assert full.added_flops == 96 * (24 * s * h**2 + 4 * s**2 * h)
+
+
+def exhaustive_peak(model, levels):
+    """Most activation bytes of a sequence of levels, replayed: backward frees from the last layer on."""
+    kept = [model.pipeline_parallel * model.layer_bytes(level) for level in levels]
+    most = model.outside_bytes()
+    for last in range(len(levels), 0, -1):
+        rebuilt = model.layer_bytes(Level.NONE) - model.layer_bytes(levels[last - 1])
+        most = max(most, model.outside_bytes() + sum(kept[:last]) + rebuilt)
+    return most
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_choice_is_the_best_of_all(flash, pp):
+    model = Transformer(layers=4 * pp, hidden=64, heads=4, seq=32, vocabulary=10, flash=flash, pipeline_parallel=pp)
+    choices = []
+    for levels in itertools.product(model.levels, repeat=model.stage_layers):
+        flops = pp * sum(model.added_flops(level) for level in levels)
+        choices.append((flops, exhaustive_peak(model, levels)))
+    peaks = sorted({peak for _, peak in choices})
+    for memory in [peaks[0] - 1, *peaks, peaks[-1] + 1]:
+        fitting = [flops for flops, peak in choices if peak <= memory]
+        found = best_policy(model, memory)
+        if not fitting:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.added_flops == min(fitting)
+        assert found.activation_bytes == exhaustive_peak(model, found.levels) <= memory
+
+
+def test_flags():
+    model = Transformer(**GPT3, tensor_parallel=8, sequence_parallel=True, pipeline_parallel=8)
+    ample = uniform(model, Level.NONE).activation_bytes
+    assert megatron_flags(model, ample)[0] == "--tensor-model-parallel-size 8 --sequence-parallel"
+    flags, policy = megatron_flags(model, uniform(model, Level.SELECTIVE).activation_bytes)
+    assert flags.endswith("--recompute-granularity selective --recompute-modules core_attn")
+    assert policy == Policy(model, 0, 12)
+    flags, policy = megatron_flags(model, uniform(model, Level.FULL).activation_bytes)
+    assert flags.endswith("--recompute-granularity full --recompute-method block --recompute-num-layers 12")
+    assert policy == Policy(model, 12, 0)
+    assert megatron_flags(model, 1)[1] is None
+    assert "model.gradient_checkpointing_enable()" not in huggingface_lines(model, ample)
+    assert "model.gradient_checkpointing_enable()" in huggingface_lines(model, 1)
+    assert torch_lines(Policy(model, 0, 0)) == ("# nothing to recompute",)
+    assert any("layers[:3]" in line for line in torch_lines(Policy(model, 3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layers", 0, "at least 1"),
+        ("heads", 7, "do not divide"),
+        ("tensor_parallel", 5, "cannot share 96 heads"),
+        ("pipeline_parallel", 7, "cannot share 96 layers"),
+    ],
+)
+def test_shapes_that_cannot_be_split(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        Transformer(**(GPT3 | {field: value}))
+
+
+def test_command():
+    shape = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--seq", "8192", "--batch", "1"]
+    done = CliRunner().invoke(app, ["policy", *shape, "--memory", "80GB", "--no-flash", "--json"])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    s, h, a = 8192, 4096, 32
+    assert found["per_layer"]["none"] == {"bytes": 34 * s * h + 5 * a * s * s, "formula": "34·s·b·h + 5·a·s²·b"}
+    assert found["per_layer"]["selective"]["bytes"] == 34 * s * h
+    assert len(found["layers"]) == 32
+    assert found["policy"]["activation_bytes"] <= 80 * 10**9
+    text = CliRunner().invoke(app, ["policy", *shape, "--memory", "80GB", "--no-flash"]).stdout
+    assert "Megatron-Core   --recompute-granularity selective" in text
+    refused = CliRunner().invoke(app, ["policy", *shape, "--memory", "1GB"])
+    assert refused.exit_code == 1
+    assert "No policy fits" in refused.stdout
