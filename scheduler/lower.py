@@ -171,10 +171,18 @@ class _Half:
 
     def free(self, storage: int) -> None:
         """Forget a storage's current copy and the views of it."""
-        stale = [k for k in self.values if (k if isinstance(k, int) else self.capture.storage_of.get(k)) == storage]
+        stale = [k for k in self.values if self._storage_behind(k) == storage]
         for key in stale:
             if isinstance(key, int) or key.op != "placeholder":
                 del self.values[key]
+
+    def _storage_behind(self, key: fx.Node | int) -> int | None:
+        """Storage of a value; of several views at once (``split``, ``unbind``), the one that all of them look at."""
+        if isinstance(key, int):
+            return key
+        storage_of = self.capture.storage_of
+        views = [user for user in key.users if user.target is operator.getitem and user in storage_of]
+        return storage_of.get(key, storage_of[views[0]] if views else None)
 
     def value_of(self, key: fx.Node | int) -> fx.Node:
         """The current copy of a joint node's value, rebuilding views and fetching what the forward saved."""
