@@ -46,7 +46,13 @@ def _build(model: str, config: str, **options: Any) -> nn.Module:
 
     torch.manual_seed(0)
     configuration = getattr(transformers, config)(**options)
-    return getattr(transformers, model)(configuration).train()
+    built: nn.Module = getattr(transformers, model)(configuration).train()
+    if options.get("output_router_logits"):
+        # Left to the first call, which takes a lock that no graph can hold.
+        from transformers.utils.output_capturing import install_all_output_capturing_hooks
+
+        install_all_output_capturing_hooks(built)
+    return built
 
 
 def _loss(output: Any) -> Tensor:
