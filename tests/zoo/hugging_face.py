@@ -47,11 +47,10 @@ def _build(model: str, config: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     configuration = getattr(transformers, config)(**options)
     built: nn.Module = getattr(transformers, model)(configuration).train()
-    if options.get("output_router_logits"):
-        # Left to the first call, which takes a lock that no graph can hold.
-        from transformers.utils.output_capturing import install_all_output_capturing_hooks
+    # Left to the first call that asks for hidden states or router logits, which takes a lock that no graph can hold.
+    from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
-        install_all_output_capturing_hooks(built)
+    install_all_output_capturing_hooks(built)
     return built
 
 
@@ -157,6 +156,7 @@ def make_wav2vec2(*, with_labels: bool = False) -> Case:
         ctc_zero_infinity=True,
         pad_token_id=0,
     )
+    model.freeze_feature_encoder()  # as in fine-tuning; else its forward sets requires_grad, which no graph can hold
 
     def make_batch(seed: int) -> Batch:
         labels = {"labels": integers(11, 2, 10, seed=seed) + 1} if with_labels else {}
