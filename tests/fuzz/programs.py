@@ -464,6 +464,8 @@ class _Writer:
                 "add", last, self.emit("mean", self.emit("to", value, torch.float32, keep=False), keep=False)
             )
         unused = [v for v in self.values if not v.node.users and v is not last and v.meta.is_floating_point()]
+        # An output that is a view of an input gets its gradient outside of the scheduled graph.
+        unused = [v for v in unused if not (self.is_input(v) and v.meta.requires_grad)]
         draw.shuffle(unused)
         loss_inside = draw.random() < 0.5
         results = [last, *(v for v in unused if v.node.op != "placeholder")][: draw.randint(1, 3)]
