@@ -18,6 +18,7 @@ from torch import fx
 
 from graphs import recomputability
 from graphs._torch import OpOverload, schema_of, storage_identity
+from graphs.accumulation import add_gradients_in_place
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
@@ -164,12 +165,14 @@ class _Builder:
         self.storage_of: dict[fx.Node, int] = {}
         self.rng_state_ops: dict[int, int] = {}
         self.snapshots: dict[int, fx.Node] = {}
+        self.added_to: frozenset[fx.Node] = frozenset()
 
     def build(self, input_kinds: Sequence[StorageKind], name: str) -> Capture:
         """Run the pass."""
         snapshot_nodes, overwritten = insert_snapshots(self.joint, self.forward_outputs)
         self.joint.graph.eliminate_dead_code(has_effect)
         forward, backward = split_phases(self.joint.graph, self.forward_outputs)
+        self.added_to = add_gradients_in_place(backward)
         primals = [n for n in self.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
         for node, kind in zip(primals, input_kinds, strict=True):
             self._add_static(node, kind)
@@ -224,6 +227,8 @@ class _Builder:
             if container not in self.storage_of:
                 inputs.update(self.by_identity[storage_identity(t)] for t in tensors_of(container.meta.get("val")))
         reason = recomputability.reason_not_recomputable(node, path, self.never_recompute)
+        if node in self.added_to:
+            reason = "another gradient is added to its result"
         if node in snapshot_nodes:
             reason = f"reads {snapshot_nodes[node].name}, which the step overwrites"
             self.snapshots[len(self.ops)] = snapshot_nodes[node]

@@ -41,6 +41,11 @@ _RUNNABLE_NAMESPACES: Final = frozenset({"aten", "prims", "torchvision", "quanti
 """Ops that may run on made-up arguments. A custom op may have effects, wait for other processes, or take integers that
 must be valid in ways not known here (on CUDA an invalid one ends the process's context)."""
 
+_READ_WORKSPACES: Final = frozenset(
+    {"aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn_backward", "aten.miopen_rnn_backward"}
+)
+"""Ops that read what a library's forward left in an opaque buffer: made-up bytes there end the process."""
+
 
 def profiled(
     nodes: Sequence[fx.Node | None],
@@ -207,6 +212,8 @@ def _reason_not_to_run(node: fx.Node) -> str | None:
         return "it is no plain op of the dispatcher"
     if name.partition(".")[0] not in _RUNNABLE_NAMESPACES:
         return "custom ops are not run on made-up arguments"
+    if name in _READ_WORKSPACES:
+        return "it reads a buffer that only its forward can fill"
     return None
 
 
