@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphs._torch import OpOverload, schema_of, storage_identity
+from graphs.mutations import move_views
 
 #: Ops of several results whose first result is a tensor of its own.
 _FRESH_FIRST_RESULTS: Final = frozenset(
@@ -53,7 +54,9 @@ def add_gradients_in_place(backward: Sequence[fx.Node]) -> frozenset[fx.Node]:
             node.target = torch.ops.aten.add_.Tensor
             node.args = (operand, other)
             assert isinstance(operand, fx.Node)
+            moved_from = storage_identity(node.meta["val"])
             node.meta["val"] = operand.meta["val"]
+            move_views(node, moved_from)
             kernels.add(kernel)
             break
     return frozenset(kernels)

@@ -43,14 +43,14 @@ def insert_snapshots(
                 snapshot.meta[key] = first.meta[key]
         for reader in readers:
             reader.replace_input_with(placeholder, snapshot)
-        _move_views(snapshot, storage_identity(value))
+        move_views(snapshot, storage_identity(value))
         snapshots[snapshot] = placeholder
     return snapshots, frozenset(overwritten)
 
 
-def _move_views(snapshot: fx.Node, identity: int) -> None:
-    """Have the views that are now taken of a snapshot lie in its storage, where they lay in the one that it copies."""
-    pending = list(snapshot.users)
+def move_views(base: fx.Node, identity: int) -> None:
+    """Have the views taken of a node lie in its storage, after its value has moved from the one of ``identity``."""
+    pending = list(base.users)
     while pending:
         node = pending.pop()
         tensors = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
@@ -58,7 +58,7 @@ def _move_views(snapshot: fx.Node, identity: int) -> None:
             continue
         assert callable(node.target), node
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with snapshot.meta["val"].fake_mode:
+        with base.meta["val"].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
         pending += node.users
 

@@ -41,6 +41,13 @@ def test_the_sum_allocates_nothing_and_what_it_adds_to_runs_once():
         assert any(not graph.ops[graph.storages[i].producer].recomputable for i in op.inputs)
 
 
+def test_views_of_a_sum_are_no_ops():
+    graph = capture_of(Tied(), tokens()).graph
+    assert not [
+        o.target for o in graph.ops if o.target in ("aten.view.default", "aten.t.default", "aten.expand.default")
+    ]
+
+
 def test_tied_gradients_have_the_bits_of_plain_training_and_less_memory():
     plain, x = Tied(), tokens()
     scheduled = schedule(copy.deepcopy(plain), 1, costs="roofline")
