@@ -260,7 +260,7 @@ class _Writer:
             linears = [m for m in module.modules() if isinstance(m, nn.Linear) and m.in_features == m.out_features]
             earlier = [m for _, layer in self.layers for m in layer.modules() if isinstance(m, nn.Linear)]
             earlier = [m for m in earlier if m.in_features == m.out_features]
-            if linears and earlier and self.draw.random() < 0.3:
+            if linears and earlier and self.draw.random() < 0.8:
                 linears[0].weight = self.draw.choice(earlier).weight  # tied
             if self.draw.random() < 0.15:
                 module.requires_grad_(requires_grad=False)
