@@ -65,7 +65,7 @@ def train(steps: int, *, scheduled: bool, fraction: float = 0.0) -> Run:
         optimizer.step()
         if step % EVERY == EVERY - 1:
             gc.collect()
-            tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+            tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
             resident.append(resident_bytes())
     return Run(losses, tensors, resident, len(solver.chosen))
 
