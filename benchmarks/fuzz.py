@@ -23,7 +23,7 @@ def main() -> None:
         outcomes.append(outcome)
         if outcome.kind in FAILURES:
             outcome = shrink(outcome)
-            print(make_program(outcome.seed, outcome.size).module.code)
+            print(outcome, make_program(outcome.seed, outcome.size).module.code, flush=True)
             failures.append(f"seed {outcome.seed}, size {outcome.size}: {outcome.kind}: {outcome.detail}")
         elif outcome.kind == "refused":
             print(f"seed {outcome.seed} refused: {outcome.detail}", flush=True)
