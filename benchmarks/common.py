@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import random
 import statistics
 import sys
 import time
@@ -145,6 +146,14 @@ def _synchronize() -> None:
 def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
     """Median over the rounds of one step's time divided by another's in the same round."""
     return statistics.median(a / b for a, b in zip(times[of], times[to], strict=True))
+
+
+def ratio_interval(times: Mapping[str, Sequence[float]], of: str, to: str) -> tuple[float, float]:
+    """95 % bootstrap interval of :func:`median_ratio`: what the rounds taken can tell apart."""
+    ratios = [a / b for a, b in zip(times[of], times[to], strict=True)]
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[1949]
 
 
 def arguments(description: str | None, **defaults: object) -> argparse.Namespace:
