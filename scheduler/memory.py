@@ -7,6 +7,7 @@ what was allocated before the step is counted from the objects that the caller n
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +65,7 @@ def measure_peak(
         RuntimeError: on CPU, a profiler is already running in this process.
 
     """
+    gc.collect()  # garbage of earlier steps, freed within this one, would count as memory that this one gave back
     tensors = list(_tensors_in(resident))
     where = torch.device(device) if device is not None else (tensors[0].device if tensors else torch.device("cpu"))
     if where.type == "cuda":

@@ -7,7 +7,7 @@ any number of budgets can be solved from one, on any machine and without the mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from scheduler.errors import Infeasible
@@ -17,21 +17,12 @@ from solvers.auto import AutoSolver
 from solvers.bounds import find_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
-from solvers.solution import Solution, Status
+from solvers.solution import Solution
 from solvers.store_all import store_all_steps
-from solvers.strategies import BlockCheckpoint, BlockSegments, EveryKthBlock, SelectiveAttention, SqrtSegments
+from solvers.strategies import BY_HAND
 from solvers.validate import validate
 
 DEFAULT_POINTS: Final = 15
-
-#: The strategies that people apply by hand, by the name under which reports show them.
-BASELINES: Final[Mapping[str, Solver]] = {
-    "checkpoint every block": BlockCheckpoint(),
-    "checkpoint every 2nd block": EveryKthBlock(k=2),
-    "checkpoint 2 blocks at a time": BlockSegments(k=2),
-    "√n segments": SqrtSegments(),
-    "recompute attention only": SelectiveAttention(),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,22 +108,10 @@ def replan(
     """
     problem = plan.problem.with_budget(budget_bytes)
     solution = (solver or AutoSolver(time_limit_s=time_limit_s, gap=gap)).solve(problem)
-    if solution.status is not Status.OPTIMAL:
-        solution = _or_by_hand(problem, solution)
     if not solution.status.has_plan:
         raise infeasible(problem, solution)
     validate(problem, solution)
     return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
-
-
-def _or_by_hand(problem: Problem, solution: Solution) -> Solution:
-    """The fastest of a solution and the strategies applied by hand: at the least budgets these may be all there is."""
-    for strategy in BASELINES.values():
-        other = strategy.solve(problem)
-        if other.status.has_plan and (not solution.status.has_plan or other.step_time_ns < solution.step_time_ns):
-            bound = min(max(solution.lower_bound_ns, problem.keep_all_time_ns), other.step_time_ns)
-            solution = dataclasses.replace(other, status=Status.FEASIBLE, lower_bound_ns=bound)
-    return solution
 
 
 def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, ...]:
@@ -144,8 +123,7 @@ def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, 
     """
     if count < 2:
         raise ValueError(f"a sweep needs at least 2 budgets, and got {count}")
-    by_hand = (strategy.solve(problem.with_budget(2**62)).peak_bytes for strategy in BASELINES.values())
-    low = min(find_floor(problem).bytes, *by_hand)
+    low = find_floor(problem).bytes
     high = simulate(problem, store_all_steps(problem)).peak_bytes
     return tuple(low + (high - low) * i // (count - 1) for i in range(count))
 
@@ -201,11 +179,11 @@ def sweep(
 
 
 def baselines(plan: Plan, *, time_limit_s: float = 10.0, gap: float = 0.005) -> tuple[Baseline, ...]:
-    """Peak and step time of each strategy of :data:`BASELINES`, and the overhead of a plan for the same peak."""
+    """Peak and step time of each strategy of :data:`BY_HAND`, and the overhead of a plan for the same peak."""
     problem = plan.problem
     ample = problem.with_budget(2**62)
     found = []
-    for name, strategy in BASELINES.items():
+    for name, strategy in BY_HAND.items():
         solution = strategy.solve(ample)
         ours: float | None = None
         try:

@@ -1,4 +1,4 @@
-"""The portfolio that plans a training step: keep all where it fits, else moments, else the strict-budget walk."""
+"""The portfolio that plans a training step: keep all where it fits, else moments, else walk, else by hand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bou
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
+from solvers.prune import pruned
 from solvers.rematerialise import Rematerialiser
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver
+from solvers.strategies import BY_HAND
 
 _log = logging.getLogger(__name__)
 
 _Solver = Rematerialiser | ExactSolver | MomentsSolver
 
-_TINY = 20  # ops up to which the exact program is solved too: a second or two at that size
+_TINY = 20  # ops up to which the exact program is solved too: mostly within a second
+_EXACT_S = 5.0  # and for no longer than this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class AutoSolver:
             return self._infeasible(problem, moments, start, None)
         best = self._best(problem, moments, start)
         if not best.status.has_plan:
-            floor = find_floor(problem)
+            floor = find_floor(problem, time_limit_s=max(self._left(start), 1.0))
             if floor.bytes > problem.budget_bytes:
                 return self._infeasible(problem, moments, start, floor)
             best = floor.plan
@@ -69,17 +72,19 @@ class AutoSolver:
             return best
         others: list[_Solver] = [Rematerialiser()]
         if len(problem.time_ns) <= _TINY:
-            others.append(ExactSolver(gap=self.gap / 2))
+            others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
         for solver in others:
             if not self._within(best, moments.lower_bound_ns):
                 found = self._limited(solver, start).solve(problem)
                 if found.status.has_plan and (not best.status.has_plan or found.step_time_ns < best.step_time_ns):
                     best = found
+        if not self._within(best, moments.lower_bound_ns):
+            best = min([best, *_by_hand(problem)], key=lambda s: (not s.status.has_plan, s.step_time_ns))
         return best if best.status.has_plan else self._limited(LOW_BUDGET_SOLVER, start).solve(problem)
 
     def _limited(self, solver: _Solver, start: float) -> _Solver:
-        """The solver with the time that is left, a second at least."""
-        return dataclasses.replace(solver, time_limit_s=max(self._left(start), 1.0))
+        """The solver with no more time than is left, a second at least."""
+        return dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, max(self._left(start), 1.0)))
 
     def _within(self, plan: Solution, bound_ns: int) -> bool:
         """Whether there is a plan that is at most the gap that was asked for above the bound."""
@@ -94,7 +99,7 @@ class AutoSolver:
         ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
         """
         how = "no schedule fits" if floor is None else "no schedule was found that fits"
-        floor = floor or find_floor(problem)
+        floor = floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),
@@ -111,3 +116,9 @@ class AutoSolver:
             floor_bytes=floor.bytes,
             floor_lower_bound_bytes=floor.lower_bound.bytes,
         )
+
+
+def _by_hand(problem: Problem) -> list[Solution]:
+    """Plans of the strategies applied by hand that fit, without the recomputations that the budget leaves room for."""
+    found = (strategy.solve(problem) for strategy in BY_HAND.values())
+    return [pruned(problem, solution) for solution in found if solution.status.has_plan]

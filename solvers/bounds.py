@@ -9,11 +9,11 @@ import time
 
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
-from solvers.prune import prune
+from solvers.prune import pruned
 from solvers.rematerialise import RULES, Rematerialiser
-from solvers.simulate import compute_order, simulate, with_frees
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
+from solvers.strategies import BY_HAND
 
 LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
@@ -97,21 +97,27 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
 
     Bisection between :func:`floor_lower_bound` and the keep-all peak by the strict-budget walk, to ``tolerance`` of the
     latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
-    are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The peak of
-    each plan found tightens the search. The work is limited by counts: the same problem has the same floor, unless
-    ``time_limit_s`` has passed, after which no further rule is tried.
+    are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The search
+    starts from the strategies applied by hand, and the peak of each plan found tightens it. The work is limited by
+    counts: the same problem has the same floor, unless ``time_limit_s`` has passed, after which no walk goes on.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
     keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
     slack = tolerance * keep_all.peak_bytes
-    plan = keep_all
+    ample = problem.with_budget(keep_all.peak_bytes)
+    by_hand = [
+        solution for solution in (strategy.solve(ample) for strategy in BY_HAND.values()) if solution.status.has_plan
+    ]
+    plan = min([keep_all, *by_hand], key=lambda solution: solution.peak_bytes)
     rules = _FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
     for rule in rules:
-        if time.perf_counter() - start > time_limit_s:
+        left = time_limit_s - (time.perf_counter() - start)
+        if left < 0:
             break
-        _, plan = _bisect(problem, Rematerialiser(rules=(rule,), improve=False), (lower.bytes, plan), slack)
-    plan = _pruned(problem, plan)
+        walk = Rematerialiser(rules=(rule,), improve=False, time_limit_s=left)
+        _, plan = _bisect(problem, walk, (lower.bytes, plan), slack)
+    plan = pruned(problem.with_budget(plan.peak_bytes), plan)
     if len(problem.time_ns) > _SMALL:
         return Floor(plan, lower)
     at_low = LOW_BUDGET_SOLVER.solve(problem.with_budget(lower.bytes))
@@ -119,14 +125,6 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
         return Floor(at_low, lower)
     proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
-
-
-def _pruned(problem: Problem, plan: Solution) -> Solution:
-    """The plan of a floor without the recomputations that its own peak leaves room for."""
-    order = prune(problem.with_budget(plan.peak_bytes), compute_order(plan.steps))
-    steps = with_frees(problem, order)
-    figures = simulate(problem, steps)
-    return dataclasses.replace(plan, steps=steps, step_time_ns=figures.step_time_ns, peak_bytes=figures.peak_bytes)
 
 
 def _bisect(

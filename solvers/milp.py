@@ -24,6 +24,10 @@ _log = logging.getLogger(__name__)
 FEASIBILITY_TOLERANCE = 1e-6
 
 
+class SolverFailedError(RuntimeError):
+    """HiGHS failed for a reason other than infeasibility or a limit."""
+
+
 class MilpStatus(enum.StrEnum):
     """How the solve of a mixed-integer program ended."""
 
@@ -118,7 +122,7 @@ class Milp:
         ``hint`` is a full assignment of the columns, or empty; ``fixed`` fixes some columns.
 
         Raises:
-            RuntimeError: HiGHS failed for a reason other than infeasibility or a limit.
+            SolverFailedError: HiGHS failed for a reason other than infeasibility or a limit.
 
         """
         model = mathopt.Model.from_model_proto(self._proto(fixed=fixed or {}))
@@ -150,7 +154,7 @@ class Milp:
         """Minimise without integrality.
 
         Raises:
-            RuntimeError: HiGHS failed for a reason other than infeasibility or a limit.
+            SolverFailedError: HiGHS failed for a reason other than infeasibility or a limit.
 
         """
         model = mathopt.Model.from_model_proto(self._proto(relaxed=True))
@@ -187,17 +191,17 @@ class Milp:
     def _run(
         self, model: mathopt.Model, parameters: mathopt.SolveParameters, model_parameters: mathopt.ModelSolveParameters
     ) -> tuple[MilpStatus, mathopt.SolveResult]:
-        """Run HiGHS; raise :class:`RuntimeError` where it fails."""
+        """Run HiGHS; raise :class:`SolverFailedError` where it fails."""
         try:
             result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters)
         except AttributeError as error:  # how MathOpt 9.15 reports any error of the solver
-            raise RuntimeError(f"HiGHS refused a model of {self.rows} rows and {self.columns} columns") from error
+            raise SolverFailedError(f"HiGHS refused a model of {self.rows} rows and {self.columns} columns") from error
         reason = result.termination.reason
         _log.debug("%d rows, %d columns: %s in %s", self.rows, self.columns, reason.name, result.solve_time())
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return MilpStatus.INFEASIBLE, result
         if reason in (mathopt.TerminationReason.NUMERICAL_ERROR, mathopt.TerminationReason.OTHER_ERROR):
-            raise RuntimeError(f"HiGHS failed: {result.termination.detail}")
+            raise SolverFailedError(f"HiGHS failed: {result.termination.detail}")
         return MilpStatus.SOLVED if reason is mathopt.TerminationReason.OPTIMAL else MilpStatus.LIMIT, result
 
     def _bounds(self, fixed: Mapping[int, float]) -> tuple[list[float], list[float]]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from solvers.extract import just_in_time
-from solvers.milp import FEASIBILITY_TOLERANCE, Milp, MilpResult, MilpStatus
+from solvers.milp import FEASIBILITY_TOLERANCE, Milp, MilpResult, MilpStatus, SolverFailedError
 from solvers.moments_model import Decisions, MomentsModel
 from solvers.problem import Problem
 from solvers.prune import prune
@@ -131,12 +131,16 @@ class _Search:
             return None, True
         share = 0.9 * options.gap if options.model_gap is None else options.model_gap
         above = max(self.bound_ns / max(problem.keep_all_time_ns, 1), 1.0)  # gaps are relative to the bound
-        result = _near_relaxation(
-            model.milp,
-            absolute_gap=100.0 * share * above,
-            time_limit_s=0.6 * self._time_left(),  # the rest is for the next model
-            hint=model.hint(hint) if hint else (),
-        )
+        try:
+            result = _near_relaxation(
+                model.milp,
+                absolute_gap=100.0 * share * above,
+                time_limit_s=0.6 * self._time_left(),  # the rest is for the next model
+                hint=model.hint(hint) if hint else (),
+            )
+        except SolverFailedError as error:  # the search goes on with what it has
+            _log.warning("moments %s: %s", moments, error)
+            return None, False
         _log.debug("moments %s, capacity %d: %s %s", moments, capacity, result.status, (result.bound, result.objective))
         if capacity == problem.capacity_bytes:
             self._raise_bound(result)
@@ -162,7 +166,7 @@ class _Search:
             return []
         self._offer(prune(problem, repair(problem, order)))
         try:
-            self._offer(rematerialised_order(problem, decisions))
+            self._offer(rematerialised_order(problem, decisions, time_limit_s=self._time_left()))
         except OutOfBudgetError as error:
             _log.debug("guided walk: %s", error)
         return violated

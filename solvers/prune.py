@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from solvers.problem import Problem
+from solvers.simulate import compute_order, simulate, with_frees
+from solvers.solution import Solution
 
 
 class _Copies:
@@ -136,3 +139,10 @@ def prune(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
                 removed.add(position)
                 progress = True
     return tuple(op for position, op in enumerate(order) if position not in removed)
+
+
+def pruned(problem: Problem, solution: Solution) -> Solution:
+    """The plan of a solution, pruned within the budget of ``problem``."""
+    steps = with_frees(problem, prune(problem, compute_order(solution.steps)))
+    figures = simulate(problem, steps)
+    return dataclasses.replace(solution, steps=steps, step_time_ns=figures.step_time_ns, peak_bytes=figures.peak_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -74,7 +75,15 @@ class _Walk:
     of a stretch that is being rebuilt (it is evicted last). ``position`` is the next op to execute for the first time.
     """
 
-    def __init__(self, problem: Problem, rule: EvictionRule, guide: Decisions | None, execution_limit: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        rule: EvictionRule,
+        guide: Decisions | None,
+        *,
+        execution_limit: int,
+        time_limit_s: float,
+    ) -> None:
         storages = len(problem.storage_bytes)
         self.problem = problem
         self.rule = rule
@@ -83,6 +92,7 @@ class _Walk:
         self.live = 0
         self.depth = 0
         self.execution_limit = execution_limit
+        self.deadline = time.perf_counter() + time_limit_s
         self.work = 0  # ops in all stretches that rebuilding looked at
         self.never = float(4 * len(problem.time_ns) + 4)
         self.resident: set[int] = set()
@@ -177,8 +187,12 @@ class _Walk:
                     self._rebuild(missing[0])
                     missing = [s for s in missing if s not in self.resident]
             except OutOfBudgetError:
-                if attempt == 3 or len(self.order) >= self.execution_limit or self._tired():
+                if attempt == 3 or self._spent() or self._tired():
                     raise
+
+    def _spent(self) -> bool:
+        """Whether a limit on executions or time is reached."""
+        return len(self.order) >= self.execution_limit or time.perf_counter() > self.deadline
 
     def _tired(self) -> bool:
         """Whether the walk has worked so much that it goes in circles."""
@@ -217,7 +231,7 @@ class _Walk:
             if s in self.resident and not self.held[s]:
                 self._drop(s)
         try:
-            if len(self.order) >= self.execution_limit:
+            if self._spent():
                 raise OutOfBudgetError(self.position)
             self._make_room(sum(problem.storage_bytes[s] for s in problem.outputs[op]) + problem.workspace_bytes[op])
         finally:
@@ -356,7 +370,12 @@ def _late(problem: Problem) -> list[bool]:
 
 
 def rematerialised_order(
-    problem: Problem, guide: Decisions | None = None, *, rule: EvictionRule = RULES[0], improve: bool = True
+    problem: Problem,
+    guide: Decisions | None = None,
+    *,
+    rule: EvictionRule = RULES[0],
+    improve: bool = True,
+    time_limit_s: float = math.inf,
 ) -> tuple[int, ...]:
     """Order of executions whose live bytes, with frees after last use, never exceed the budget; pruned.
 
@@ -365,12 +384,14 @@ def rematerialised_order(
         guide: decisions of a moments model: what they keep is evicted last, what they drop first.
         rule: the eviction score.
         improve: whether to prune the order.
+        time_limit_s: the walk ends after this.
 
     Raises:
-        OutOfBudgetError: the walk found no room for an op, which proves nothing about other schedules.
+        OutOfBudgetError: the walk found no room for an op, or no time, which proves nothing about other schedules.
 
     """
-    walk = _Walk(problem, rule, guide, execution_limit=3 * len(problem.time_ns) + 500)
+    limit = 3 * len(problem.time_ns) + 500
+    walk = _Walk(problem, rule, guide, execution_limit=limit, time_limit_s=time_limit_s)
     order = walk.run()
     return prune(problem, order) if improve else order
 
@@ -382,7 +403,7 @@ class Rematerialiser:
     Attributes:
         rules: eviction rules to try, in order; the fastest plan is returned.
         improve: whether plans are pruned.
-        time_limit_s: no further rule is tried after this.
+        time_limit_s: no walk goes on after this.
 
     """
 
@@ -396,10 +417,11 @@ class Rematerialiser:
         best: tuple[int, tuple[int, ...]] | None = None
         stuck = 0
         for rule in self.rules:
-            if time.perf_counter() - start > self.time_limit_s:
+            left = self.time_limit_s - (time.perf_counter() - start)
+            if left < 0:
                 break
             try:
-                order = rematerialised_order(problem, rule=rule, improve=self.improve)
+                order = rematerialised_order(problem, rule=rule, improve=self.improve, time_limit_s=left)
             except OutOfBudgetError as error:
                 stuck = max(stuck, error.op)
                 continue

@@ -17,8 +17,8 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar, Final
 
 from solvers.problem import Problem
 from solvers.simulate import simulate, with_frees
@@ -320,3 +320,13 @@ def _joined(found: Sequence[Segment], k: int) -> tuple[Segment, ...]:
 def _check_k(k: int) -> None:
     if k < 1:
         raise ValueError(f"k={k}: give a whole number of blocks, at least 1")
+
+
+#: What people apply by hand, each in its usual form, by the name under which reports show it.
+BY_HAND: Final[Mapping[str, _Strategy]] = {
+    "checkpoint every block": BlockCheckpoint(),
+    "checkpoint every 2nd block": EveryKthBlock(k=2),
+    "checkpoint 2 blocks at a time": BlockSegments(k=2),
+    "√n segments": SqrtSegments(),
+    "recompute attention only": SelectiveAttention(),
+}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scheduler.export.modules import module_plan
-from scheduler.replan import BASELINES
+from solvers.strategies import BY_HAND
 from tests.scheduler.cli.steps import keep_all_plan
 from tests.scheduler.export.test_sac import Blocks
 from tests.scheduler.toy import MB
@@ -22,7 +22,7 @@ def test_as_few_modules_as_the_budget_needs():
     plan = budgeted(2**40)
     assert module_plan(plan).modules == ()
     assert module_plan(plan).overhead == 0
-    every = BASELINES["checkpoint every block"].solve(plan.problem)
+    every = BY_HAND["checkpoint every block"].solve(plan.problem)
     whole = module_plan(budgeted(every.peak_bytes))
     assert whole.fits
     assert whole.peak_bytes <= every.peak_bytes
