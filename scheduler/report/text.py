@@ -136,7 +136,7 @@ def _fold(figures: dict[str, _Figures]) -> tuple[ModuleRow, ...]:
     groups: dict[tuple[str, tuple[int, int, int, int]], list[str]] = {}
     for name, block in figures.items():
         stem, _, last = name.rpartition(".")
-        template = f"{stem}.#" if last.isdigit() and stem else name
+        template = f"{stem}.#".lstrip(".") if last.isdigit() else name
         groups.setdefault((template, block.key), []).append(name)
     rows = []
     for (template, key), names in groups.items():
@@ -213,8 +213,8 @@ def _table(plan: Plan) -> Table:
 
 def _title(plan: Plan) -> str:
     if plan.is_noop:
-        return "Activations by module: nothing is recomputed (folded rows are totals)"
-    return "Activations by module (folded rows are totals)"
+        return "Activations by module over the whole step: nothing is recomputed (folded rows are totals)"
+    return "Activations by module over the whole step: not all are there at the peak (folded rows are totals)"
 
 
 def _total(figures: Iterable[int]) -> int:

@@ -67,7 +67,7 @@ def test_equal_blocks_fold_and_different_ones_do_not():
     )
 
 
-def test_numbers_at_the_root_do_not_fold():
+def test_numbers_at_the_root_fold_too():
     plan = make_plan()
     flat = dataclasses.replace(
         plan.graph,
@@ -77,7 +77,7 @@ def test_numbers_at_the_root_do_not_fold():
         ops=tuple(dataclasses.replace(o, module_path=o.module_path.removeprefix("h.")) for o in plan.graph.ops),
     )
     labels = [row.label for row in module_rows(dataclasses.replace(plan, graph=flat))]
-    assert labels == ["wte", "0", "1", "2", "3", "head"]
+    assert labels == ["wte", "0–2 ×3", "3", "head"]
 
 
 def test_rows_add_up_to_the_plan():
