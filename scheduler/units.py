@@ -24,6 +24,16 @@ def format_time(nanoseconds: int) -> str:
     return f"{nanoseconds} ns"
 
 
+def scale_of_bytes(size: int) -> tuple[int, str]:
+    """The unit in which to draw sizes up to ``size``: its bytes and its name, ``(10**6, "MB")``."""
+    return next((scale for scale in _BYTE_UNITS if size >= scale[0]), (1, "B"))
+
+
+def scale_of_time(nanoseconds: int) -> tuple[int, str]:
+    """The unit in which to draw times up to ``nanoseconds``: its nanoseconds and its name, ``(10**6, "ms")``."""
+    return next((scale for scale in _TIME_UNITS if nanoseconds >= scale[0]), (1, "ns"))
+
+
 def budget_that_covers(size: int) -> str:
     """The ``budget_gb`` argument, rounded up to three digits, that allows ``size`` bytes: ``0.352``."""
     step = 10 ** max(0, len(str(size)) - 3)

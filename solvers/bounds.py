@@ -15,7 +15,7 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.strategies import BY_HAND
 
-LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=1.0)
+LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=2.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
 
 _FLOOR_RULES = (RULES[0], RULES[4])
@@ -99,8 +99,7 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
     are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The search
     starts from the strategies applied by hand, and the peak of each plan found tightens it. The work is limited by
-    counts: the same problem has the same floor, unless ``time_limit_s`` has passed, after which no walk goes on and no
-    model is begun.
+    counts: the same problem has the same floor, unless ``time_limit_s`` has passed, after which no walk goes on.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
@@ -124,7 +123,7 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     at_low = LOW_BUDGET_SOLVER.solve(problem.with_budget(lower.bytes))
     if at_low.status.has_plan:
         return Floor(at_low, lower)
-    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
+    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 
@@ -133,12 +132,11 @@ def _bisect(
     solver: MomentsSolver | Rematerialiser,
     interval: tuple[int, Solution],
     slack: float,
-    deadline: float = math.inf,
 ) -> tuple[int, Solution]:
     """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
     low, plan = interval
     proven = low
-    while plan.peak_bytes - low > slack and time.perf_counter() < deadline:
+    while plan.peak_bytes - low > slack:
         candidate = (low + plan.peak_bytes) // 2
         solution = solver.solve(problem.with_budget(candidate))
         if solution.status.has_plan:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from scheduler.report.timeline import Category
+from scheduler.units import scale_of_bytes, scale_of_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 COLOURS: Final = {
-    Category.STATIC: "#b0b7bf",
+    Category.STATIC: "#8d96a0",
     Category.GRADIENTS: "#7f6a93",
     Category.OUTPUTS: "#4e9a8f",
     Category.KEPT: "#2f6fa7",
     Category.RECOMPUTED: "#e08a2e",
     Category.TEMPORARY: "#f2d28b",
-    Category.WORKSPACE: "#c9c9c9",
+    Category.WORKSPACE: "#d98cb3",
 }
 
 
@@ -34,23 +35,26 @@ def plot_plan(plan: Plan, ax: Axes | None = None) -> Axes:
 
     """
     axes = new_axes() if ax is None else ax
-    milliseconds, layers = _steps_of(plan)
+    highest = max(plan.peak_bytes, plan.budget_bytes if plan.budget_bytes is not None else 0)
+    byte_scale, byte_unit = scale_of_bytes(plan.peak_bytes)
+    time_scale, time_unit = scale_of_time(plan.step_time_ns)
+    times, layers = _steps_of(plan, time_scale, byte_scale)
     used = [category for category in Category if any(layers[category])]
     axes.stackplot(
-        milliseconds,
+        times,
         [layers[category] for category in used],
         labels=[category.value for category in used],
         colors=[COLOURS[category] for category in used],
         linewidth=0,
     )
-    axes.axhline(plan.peak_bytes / 1e9, color="black", linewidth=0.8, linestyle=":", label="predicted peak")
+    axes.axhline(plan.peak_bytes / byte_scale, color="black", linewidth=0.8, linestyle=":", label="predicted peak")
     if plan.budget_bytes is not None:
-        axes.axhline(plan.budget_bytes / 1e9, color="#b3261e", linewidth=1.2, linestyle="--", label="budget")
-    axes.axvline(plan.backward_start_ns / 1e6, color="black", linewidth=0.8, label="forward | backward")
-    axes.set_xlim(0, max(milliseconds, default=0) or 1)
-    axes.set_ylim(0, max(plan.peak_bytes, plan.budget_bytes or 0) / 1e9 * 1.05 or 1)
-    axes.set_xlabel("time of the step, predicted (ms)")
-    axes.set_ylabel("live bytes (GB)")
+        axes.axhline(plan.budget_bytes / byte_scale, color="#b3261e", linewidth=1.2, linestyle="--", label="budget")
+    axes.axvline(plan.backward_start_ns / time_scale, color="black", linewidth=0.8, label="forward | backward")
+    axes.set_xlim(0, max(times, default=0) or 1)
+    axes.set_ylim(0, highest / byte_scale * 1.05 or 1)
+    axes.set_xlabel(f"time of the step, predicted ({time_unit})")
+    axes.set_ylabel(f"live bytes ({byte_unit})")
     axes.set_title(f"{plan.status.value} plan: overhead {plan.overhead:.2%}, gap {plan.gap:.2%}")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)
     return axes
@@ -67,11 +71,11 @@ def new_axes() -> Axes:
     return Figure(figsize=(10, 4.5), layout="constrained").add_subplot()
 
 
-def _steps_of(plan: Plan) -> tuple[list[float], dict[Category, list[float]]]:
-    """Corners of the stair line: ms at each start and end of an execution, and GB of each category there."""
-    milliseconds = list(chain.from_iterable((s.start_ns / 1e6, s.end_ns / 1e6) for s in plan.samples))
+def _steps_of(plan: Plan, time_scale: int, byte_scale: int) -> tuple[list[float], dict[Category, list[float]]]:
+    """Corners of the stair line: time at each start and end of an execution, and size of each category there."""
+    times = list(chain.from_iterable((s.start_ns / time_scale, s.end_ns / time_scale) for s in plan.samples))
     layers = {
-        category: list(chain.from_iterable((s.live[category] / 1e9,) * 2 for s in plan.samples))
+        category: list(chain.from_iterable((s.live[category] / byte_scale,) * 2 for s in plan.samples))
         for category in Category
     }
-    return milliseconds, layers
+    return times, layers

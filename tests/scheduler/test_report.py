@@ -149,7 +149,7 @@ def test_plot_marks_what_it_says():
     assert labels[-3:] == ["predicted peak", "budget", "forward | backward"]
     assert {"static", "kept activations", "recomputed activations"} < set(labels)
     heights = {line.get_label(): line.get_ydata()[0] for line in axes.lines[:2]}
-    assert heights == {"predicted peak": plan.peak_bytes / 1e9, "budget": 0.3}
+    assert heights == {"predicted peak": plan.peak_bytes / 1e6, "budget": 300.0}
     assert axes.lines[2].get_xdata()[0] == plan.backward_start_ns / 1e6
     assert axes.get_xlim() == (0, plan.step_time_ns / 1e6)
 
@@ -159,7 +159,7 @@ def test_plot_reaches_the_peak_and_uses_the_axes_it_is_given():
     axes = matplotlib.figure.Figure().add_subplot()
     assert plot_plan(plan, axes) is axes
     top = max(np.max(c.get_paths()[0].vertices[:, 1]) for c in axes.collections)
-    assert top == pytest.approx(plan.peak_bytes / 1e9)
+    assert top == pytest.approx(plan.peak_bytes / 1e6)
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert "budget" not in labels
     assert "recomputed activations" not in labels
