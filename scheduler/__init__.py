@@ -5,10 +5,11 @@
 """
 
 from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
-from scheduler.api import graphs_of, plan, plan_of, schedule, unschedule
+from scheduler.api import graphs_of, minimum_budget, plan, plan_of, schedule, unschedule
 from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
 from scheduler.memory import PeakMemory, measure_peak
 from scheduler.plan import Plan
+from scheduler.replan import MinimumBudget
 from scheduler.watch import watch
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CaptureError",
     "CheckpointSchedulerError",
     "Infeasible",
+    "MinimumBudget",
     "PeakMemory",
     "Plan",
     "PlanFormatError",
@@ -23,6 +25,7 @@ __all__ = [
     "UnsupportedModelError",
     "graphs_of",
     "measure_peak",
+    "minimum_budget",
     "plan",
     "plan_of",
     "schedule",

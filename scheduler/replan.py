@@ -13,6 +13,7 @@ from typing import Final
 from scheduler.errors import Infeasible
 from scheduler.plan import Plan
 from scheduler.planner import Solver, infeasible
+from scheduler.units import format_bytes
 from solvers.auto import AutoSolver
 from solvers.bounds import find_floor
 from solvers.problem import Problem
@@ -112,6 +113,57 @@ def replan(
         raise infeasible(problem, solution)
     validate(problem, solution)
     return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class MinimumBudget:
+    """The least budget of a step, from both sides; static bytes are included in both.
+
+    Attributes:
+        plan: a plan for the least budget found; run it with ``schedule(model, plan=...)``.
+        lower_bound_bytes: proven: no schedule fits in less.
+        binding_op: the op at which the lower bound arises.
+        binding_module: path of its module.
+
+    """
+
+    plan: Plan
+    lower_bound_bytes: int
+    binding_op: str
+    binding_module: str
+
+    @property
+    def bytes(self) -> int:
+        """The least budget for which a plan was found."""
+        return self.plan.peak_bytes
+
+    def __str__(self) -> str:
+        """Both figures, what is static, and what binds."""
+        where = f" in module {self.binding_module!r}" if self.binding_module else ""
+        return (
+            f"least budget {format_bytes(self.bytes)} (overhead {self.plan.overhead:.2%}), proven to be at least "
+            f"{format_bytes(self.lower_bound_bytes)}, where {self.binding_op}{where} binds; "
+            f"{format_bytes(self.plan.static_bytes)} of it are static"
+        )
+
+
+def least_budget(plan: Plan, *, time_limit_s: float = 60.0) -> MinimumBudget:
+    """Find the least budget of a plan's step.
+
+    Args:
+        plan: any plan of the step.
+        time_limit_s: bound on the search, in seconds.
+
+    """
+    problem = plan.problem
+    floor = find_floor(problem, time_limit_s=time_limit_s)
+    validate(problem.with_budget(floor.bytes), floor.plan)
+    return MinimumBudget(
+        plan=dataclasses.replace(plan, solution=floor.plan, budget_bytes=floor.bytes),
+        lower_bound_bytes=floor.lower_bound.bytes,
+        binding_op=problem.op_names[floor.lower_bound.op],
+        binding_module=problem.op_modules[floor.lower_bound.op],
+    )
 
 
 def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, ...]:
