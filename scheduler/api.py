@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
 from scheduler.attach import Attachment, attachment_of
 from scheduler.errors import parse_budget
+from scheduler.loss import LOSS_ARGS
 from scheduler.plan import Plan
 from scheduler.planner import Settings, Solver
 from scheduler.replan import MinimumBudget, least_budget
@@ -30,6 +32,7 @@ def schedule(
     sample_args: Sequence[Any] = (),
     sample_kwargs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     solver: str | Solver = "auto",
     time_limit_s: float = 60.0,
     gap: float = 0.005,
@@ -50,6 +53,13 @@ def schedule(
         sample_args: positional arguments of a step, to plan at once.
         sample_kwargs: keyword arguments of a step, to plan at once.
         optimizer: counted in the budget with its state, allocated already or not.
+        loss_fn: puts a loss that is taken outside of the module inside the scheduled step, so that the budget holds for
+            it as well, and what it needs (the logits of a large vocabulary) is kept or recomputed like the rest. The
+            module is then called with the loss's further arguments, and the call returns the loss instead of the
+            output: ``loss = model(x, loss_args=(target,))`` is ``loss_fn(model(x), target)`` of the plain module. To
+            have more than the loss, return it from ``loss_fn``. A call that wants gradients and leaves ``loss_args``
+            out raises; under ``torch.no_grad()``, ``model(x)`` returns the output and ``model(x, loss_args=...)`` the
+            loss. After :func:`unschedule` the module takes no ``loss_args``.
         solver: ``"auto"``, or an object with ``solve(problem) -> Solution``.
         time_limit_s: bound on solving, in seconds.
         gap: relative gap to the proven lower bound at which solving may stop.
@@ -82,7 +92,7 @@ def schedule(
     settings.check()
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan takes a Plan, and got {plan!r}; read a saved one with Plan.load(path)")
-    attachment = Attachment(model, settings, optimizer=optimizer, given=plan)
+    attachment = Attachment(model, settings, optimizer=optimizer, loss_fn=_loss(loss_fn, model), given=plan)
     if sample_args or sample_kwargs:
         attachment.plan_for(tuple(sample_args), dict(sample_kwargs or {}))
     unschedule(model)
@@ -126,6 +136,7 @@ def plan(
     *,
     device: str | DeviceSpec | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     solver: str | Solver = "auto",
     time_limit_s: float = 60.0,
     gap: float = 0.005,
@@ -144,6 +155,7 @@ def plan(
         kwargs: keyword arguments of a step.
         device: device of the roofline cost model: a name (``"h100-sxm"``) or a :class:`DeviceSpec`; ``None``: CPU.
         optimizer: counted in the budget with its state.
+        loss_fn: as in :func:`schedule`; ``kwargs`` then hold ``loss_args``.
         solver: as in :func:`schedule`.
         time_limit_s: as in :func:`schedule`.
         gap: as in :func:`schedule`.
@@ -166,8 +178,11 @@ def plan(
         never_recompute=_patterns(never_recompute),
     )
     settings.check()
-    with fake_step(model, args, kwargs or {}) as (twin, fake_args, fake_kwargs):
-        attachment = Attachment(twin, settings, optimizer=optimizer, only_plan=True)
+    loss_fn = _loss(loss_fn, model)
+    parts = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
+    with fake_step(nn.ModuleList(parts), args, kwargs or {}) as (twins, fake_args, fake_kwargs):
+        fake_loss = twins[1] if len(twins) > 1 else loss_fn
+        attachment = Attachment(twins[0], settings, optimizer=optimizer, loss_fn=fake_loss, only_plan=True)
         attachment.plan_for(fake_args, fake_kwargs)
     if attachment.plan is None:
         raise ValueError(
@@ -225,6 +240,19 @@ def minimum_budget(
 def _check_module(model: object, function: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}() takes a torch.nn.Module, and got {type(model).__name__}")
+
+
+def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:
+    if loss_fn is None:
+        return None
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn takes a function of the module's output, and got {loss_fn!r}")
+    if LOSS_ARGS in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"the forward of {type(model).__name__} has a parameter {LOSS_ARGS!r}, by which a module scheduled with "
+            "loss_fn takes the arguments of the loss: rename it"
+        )
+    return loss_fn
 
 
 def _patterns(never_recompute: Sequence[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
 from scheduler.backend import Backend, Scheduled
+from scheduler.loss import ExternalLoss
 from scheduler.plan import Plan
 from scheduler.planner import Settings
 from scheduler.substitutes import needing_substitute, substituted
@@ -55,12 +56,14 @@ class Attachment:
         settings: Settings,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         given: Plan | None = None,
         only_plan: bool = False,
     ) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
+        self.loss = None if loss_fn is None else ExternalLoss(loss_fn)
         self.given = given
         self.plan: Plan | None = None
         self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
@@ -81,6 +84,7 @@ class Attachment:
             module=self.module,
             settings=self.settings,
             optimizer=self.optimizer,
+            loss_fn=None if self.loss is None else self.loss.function,
             call_inputs=lambda: self._call_inputs,
             given=self.given,
             on_planned=self._end_here if self.ends_at_plan else None,
@@ -92,7 +96,7 @@ class Attachment:
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
             return self._unless_only_planning(backend(gm, example_inputs))
 
-        return torch.compile(_entry_point(self.module), backend=planned, fullgraph=True, dynamic=False)
+        return torch.compile(self._entry_point(), backend=planned, fullgraph=True, dynamic=False)
 
     def _end_here(self, plan: Plan) -> None:
         self.plan = plan
@@ -107,11 +111,16 @@ class Attachment:
         return run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module: scheduled where gradients are wanted, plainly elsewhere."""
+        """Run the module: scheduled where gradients are wanted, plainly elsewhere.
+
+        With an external loss, the loss that belongs to the call runs within it.
+        """
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._plain(*args, **kwargs)
+            return self._plain(*args, **kwargs) if self.loss is None else self.loss.plain(self._plain, args, kwargs)
+        if self.loss is not None:
+            self.loss.check_given(kwargs, self.module)
         if self._substituted is None:
-            self._substituted = needing_substitute(self.module)
+            self._substituted = tuple(layer for part in self._parts() for layer in needing_substitute(part))
         with _torch.capture_config(), substituted(self._substituted):
             self._call_inputs = (args, kwargs)
             try:
@@ -140,6 +149,24 @@ class Attachment:
         if situation not in self._steps:
             self._steps[situation] = self._compile(situation)
         return self._steps[situation]
+
+    def _parts(self) -> tuple[nn.Module, ...]:
+        """The modules whose parameters and buffers take part in the step."""
+        return (self.module,) if self.loss is None else (self.module, *self.loss.modules)
+
+    def _entry_point(self) -> Callable[..., Any]:
+        """A function of our own for Dynamo to trace, with a code object of its own so that modules share no cache."""
+        module = self.module
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as __call__ does
+
+        function = step if self.loss is None else self.loss.after(step)
+        assert isinstance(function, types.FunctionType)
+        code = function.__code__.replace(co_name="step")
+        entry = types.FunctionType(code, function.__globals__, "step", function.__defaults__, function.__closure__)
+        entry.__kwdefaults__ = function.__kwdefaults__
+        return entry
 
     def _differentiate_every_output(self) -> None:
         """Plan anew with all outputs differentiated: one that was taken for a by-product has received a gradient."""
@@ -175,7 +202,7 @@ class Attachment:
 
     def _publish(self, situation: _Situation, scheduled: Scheduled) -> None:
         self.plan = plan = scheduled.plan
-        self._parameters = tuple(self.module.parameters())
+        self._parameters = tuple({id(p): p for part in self._parts() for p in part.parameters()}.values())
         if not situation.gradients_resident and plan.budget_bytes is not None:
             room = plan.budget_bytes - plan.peak_bytes + plan.static.get("gradients", 0)
             self._room[situation.every_output] = min(room, self._room.get(situation.every_output, room))
@@ -203,7 +230,8 @@ class Attachment:
         twin = memo.get(id(self.module))
         if not isinstance(twin, nn.Module):
             return None
-        attachment = Attachment(twin, self.settings, given=self.given)
+        loss_fn = None if self.loss is None else self.loss.copied(memo)
+        attachment = Attachment(twin, self.settings, loss_fn=loss_fn, given=self.given)
         attachment.plan = self.plan
         memo[id(self)] = attachment
         twin.__dict__[_CALL] = attachment
@@ -211,11 +239,12 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, a module stays scheduled: the loaded one plans anew on its first call."""
-        return _restore, (self.module, dataclasses.replace(self.settings))
+        loss_fn = None if self.loss is None else self.loss.function
+        return _restore, (self.module, dataclasses.replace(self.settings), loss_fn)
 
 
-def _restore(module: nn.Module, settings: Settings) -> Attachment:
-    attachment = Attachment(module, settings)
+def _restore(module: nn.Module, settings: Settings, loss_fn: Callable[..., Any] | None = None) -> Attachment:
+    attachment = Attachment(module, settings, loss_fn=loss_fn)
     module.__dict__[_CALL] = attachment
     return attachment
 
@@ -224,16 +253,6 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     """The handle of a scheduled module, or ``None``."""
     found = module.__dict__.get(HANDLE)
     return found if isinstance(found, Attachment) else None
-
-
-def _entry_point(module: nn.Module) -> Callable[..., Any]:
-    """A function of our own for Dynamo to trace, with a code object of its own so that modules share no cache."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as in __call__
-
-    code = step.__code__.replace(co_name="step")
-    return types.FunctionType(code, step.__globals__, "step", step.__defaults__, step.__closure__)
 
 
 def _name(module: nn.Module) -> str:

@@ -39,6 +39,7 @@ class Backend:
         module: the module, for what it holds in memory and for module paths; ``None`` if unknown.
         settings: how to plan.
         optimizer: whose state counts as resident.
+        loss_fn: the external loss in the graph; a module counts with its parameters and buffers.
         call_inputs: gives what the module was called with; the graph's inputs leave out what the step does not read.
         given: a plan to run instead of solving.
         on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
@@ -54,6 +55,7 @@ class Backend:
         module: nn.Module | None,
         settings: Settings,
         optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         call_inputs: Callable[[], Any] = lambda: (),
         given: Plan | None = None,
         on_planned: Callable[[Plan], None] | None = None,
@@ -64,12 +66,18 @@ class Backend:
         self.module = module
         self.settings = settings
         self.optimizer = optimizer
+        self.loss_fn = loss_fn
         self.call_inputs = call_inputs
         self.given = given
         self.on_planned = on_planned
         self.on_scheduled = on_scheduled
         self.every_output = every_output
         self.on_secondary_gradient = on_secondary_gradient
+
+    @property
+    def parts(self) -> nn.ModuleList:
+        """The modules that take part in the step: the scheduled one, and a loss that is a module."""
+        return nn.ModuleList([m for m in (self.module, self.loss_fn) if isinstance(m, nn.Module)])
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -135,7 +143,7 @@ class _Compilation:
         capture = capture_from_joint(
             joint,
             num_forward_outputs=num_fwd_outputs,
-            input_kinds=input_kinds(joint, self.example_inputs, backend.module),
+            input_kinds=input_kinds(joint, self.example_inputs, backend.parts),
             device=device,
             module_names=[name for name, _ in backend.module.named_modules()] if backend.module is not None else (),
             never_recompute=backend.settings.never_recompute,
@@ -144,9 +152,8 @@ class _Compilation:
         del joint_inputs
         plan = backend.given
         if plan is None:
-            module = backend.module if backend.module is not None else nn.Module()
             inputs = (self.example_inputs, backend.call_inputs())
-            static = static_memory(module, inputs, backend.optimizer, device)
+            static = static_memory(backend.parts, inputs, backend.optimizer, device)
             if self.keeps_context:
                 static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
             plan = make_plan(capture, static, backend.settings)
@@ -173,9 +180,9 @@ def device_of(inputs: Sequence[Any]) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def input_kinds(joint: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module | None) -> list[StorageKind]:
+def input_kinds(joint: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module) -> list[StorageKind]:
     """Whether each primal of the joint graph is a parameter, a buffer or an input."""
-    buffers = {id(b) for b in module.buffers()} if module is not None else set()
+    buffers = {id(b) for b in module.buffers()}
     kinds = []
     for position, node in enumerate(joint.graph.nodes):
         if node.op != "placeholder" or node.name.startswith("tangents_"):
