@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.profiler
+import torch.autograd.profiler_legacy
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,6 +19,9 @@ __all__ = [
     "OpOverload",
     "disable_thread_profiler",
     "enable_thread_profiler",
+    "in_backward",
+    "is_profiled",
+    "notice_profiler_start",
     "schema_of",
     "storage_identity",
 ]
@@ -63,3 +70,58 @@ def disable_thread_profiler() -> list[int]:
         for record in records_of_thread
         if record.kind() == "memory_alloc"
     ]
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs a part of a backward."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is active on the calling thread."""
+    return bool(_autograd._profiler_enabled())
+
+
+#: Where torch's profilers start, all those that Python code can use: each looks these names up when it starts.
+_PROFILER_STARTS = (
+    (torch.autograd.profiler, "_prepare_profiler"),
+    (torch.autograd.profiler, "_enable_profiler"),
+    (torch.autograd.profiler_legacy, "_enable_profiler_legacy"),
+)
+_noticed: dict[int, Callable[[], None]] = {}
+_originals: list[Callable[..., Any]] = []
+_notice_lock = threading.Lock()
+
+
+def notice_profiler_start(callback: Callable[[], None]) -> Callable[[], None]:
+    """Have ``callback`` called once before the next profiler starts on the calling thread.
+
+    Returns:
+        a function that ends it; torch is as it was as soon as no thread waits any more.
+
+    """
+    thread = threading.get_ident()
+    with _notice_lock:
+        if not _noticed:
+            _originals[:] = [getattr(module, name) for module, name in _PROFILER_STARTS]
+            for (module, name), original in zip(_PROFILER_STARTS, _originals, strict=True):
+                setattr(module, name, _noticing(original))
+        _noticed[thread] = callback
+
+    def end() -> None:
+        with _notice_lock:
+            if _noticed.pop(thread, None) is not None and not _noticed:
+                for (module, name), original in zip(_PROFILER_STARTS, _originals, strict=True):
+                    setattr(module, name, original)
+
+    return end
+
+
+def _noticing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        callback = _noticed.get(threading.get_ident())
+        if callback is not None:
+            callback()
+        return original(*args, **kwargs)
+
+    return start

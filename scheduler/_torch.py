@@ -43,6 +43,7 @@ def boxed(
     module: fx.GraphModule,
     _example_inputs: Sequence[Any] = (),
     *,
+    begin: Callable[[], None] = lambda: None,
     finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results,
 ) -> Callable[[list[Any]], Any]:
     """Make a graph take its inputs as one list that it empties, so that each can be freed after its last use."""
@@ -53,6 +54,7 @@ def boxed(
     forward = module.forward
 
     def run(arguments: list[Any]) -> Any:
+        begin()
         return finish(forward(arguments))
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -63,6 +65,7 @@ def compile_joint(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    begin_backward: Callable[[], None],
     finish_backward: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Callable[..., Any]:
     """Trace a Dynamo graph's joint forward and backward, have ``partition`` split it, and make the halves callable.
@@ -71,6 +74,7 @@ def compile_joint(
         gm: graph that Dynamo hands to a backend.
         example_inputs: its inputs.
         partition: called as ``partition(joint, joint_inputs, num_fwd_outputs=...)``; other keywords are dropped.
+        begin_backward: called at the start of each backward.
         finish_backward: called with the gradients at the end of each backward; returns those to hand on.
 
     """
@@ -81,7 +85,7 @@ def compile_joint(
         return partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     def compile_backward(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return boxed(module, finish=finish_backward)
+        return boxed(module, begin=begin_backward, finish=finish_backward)
 
     # Without fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
     random_ops_stay = torch._inductor.config.patch(fallback_random=True)

@@ -14,6 +14,7 @@ from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
 from scheduler.errors import parse_budget
+from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, secondary_outputs
 from scheduler.plan import Plan
@@ -84,16 +85,35 @@ class Backend:
         secondary = () if self.every_output else secondary_outputs(gm)
         compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
         compiled = _torch.compile_joint(
-            detach_outputs(gm, secondary), example_inputs, compilation.partition, compilation.finish_backward
+            detach_outputs(gm, secondary),
+            example_inputs,
+            compilation.partition,
+            compilation.begin_backward,
+            compilation.finish_backward,
         )
         scheduled, reach = compilation.scheduled, compilation.reach
         if scheduled is None or reach is None:  # nothing here is differentiated
             return compiled
         if self.on_scheduled is not None:
             self.on_scheduled(scheduled)
-        if not secondary and not reach.is_partial_possible:
-            return compiled
-        return self._with_outputs_attached(gm, compiled, secondary, scheduled.capture, reach)
+        if secondary or reach.is_partial_possible:
+            compiled = self._with_outputs_attached(gm, compiled, secondary, scheduled.capture, reach)
+        return self._with_first_step_measured(compiled, scheduled, compilation)
+
+    def _with_first_step_measured(
+        self, compiled: Callable[..., Any], scheduled: Scheduled, compilation: _Compilation
+    ) -> Callable[..., Any]:
+        """Wrap a compiled step so that the peak of its first run is held against the plan's."""
+        name = scheduled.capture.graph.name
+        measured = compilation.first_step = FirstStep(scheduled.plan, scheduled.capture.device, name)
+
+        def run(*inputs: Any) -> Any:
+            if measured.is_done:
+                return compiled(*inputs)
+            resident = (self.parts, self.optimizer, inputs, self.call_inputs())
+            return measured.run(compiled, inputs, resident)
+
+        return run
 
     def _with_outputs_attached(
         self,
@@ -133,6 +153,7 @@ class _Compilation:
         self.keeps_context = keeps_context
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
+        self.first_step: FirstStep | None = None
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int
@@ -165,9 +186,16 @@ class _Compilation:
         self.scheduled = Scheduled(plan, capture, lowered)
         return lowered.forward, lowered.backward
 
+    def begin_backward(self) -> None:
+        """Tell the measurement, where there is one."""
+        if self.first_step is not None:
+            self.first_step.backward_begins()
+
     def finish_backward(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Drop the gradients of what no output reaches that received one."""
         assert self.reach is not None
+        if self.first_step is not None:
+            self.first_step.backward_has_run()
         return self.reach.only_reached(gradients)
 
 

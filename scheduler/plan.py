@@ -43,9 +43,16 @@ _FORMAT: Final = "checkpoint-scheduler plan"
 
 @dataclasses.dataclass(slots=True)
 class _Measurement:
-    """The one thing about a plan that is learned after it is made."""
+    """The one thing about a plan that is learned after it is made.
+
+    ``settle``, where there is one, ends a measurement whose step has run; what is saved or copied leaves it out.
+    """
 
     peak_bytes: int | None = None
+    settle: Callable[[], None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Measurement, (self.peak_bytes,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +131,18 @@ class Plan:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak that was measured when the plan ran, static bytes included; ``None`` before."""
+        """Peak of the first step that was measured, static bytes included; ``None`` before, or where none could be."""
+        if self._measurement.settle is not None:
+            self._measurement.settle()
         return self._measurement.peak_bytes
 
     def record_measured_peak(self, peak_bytes: int) -> None:
         """Note the peak of a run of this plan, in bytes, static ones included. A later record replaces an earlier."""
         self._measurement.peak_bytes = int(peak_bytes)
+
+    def settle_measurement_with(self, settle: Callable[[], None] | None) -> None:
+        """Have ``settle`` called before :attr:`measured_peak_bytes` is read, until it is replaced by ``None``."""
+        self._measurement.settle = settle
 
     @property
     def static_bytes(self) -> int:

@@ -1,11 +1,13 @@
 """Allocations of torch's CPU allocator while something runs, in order, from a profiler's memory events.
 
-Two recorders, for two needs:
+Three recorders, for three needs:
 
 * :func:`record_cpu_memory` for a whole training step: :mod:`torch.profiler`. There can be one per process: a second
   one started inside a first silently takes over its events.
 * :func:`record_op_memory` for a single op: torch's older per-thread profiler. It starts in microseconds and, on a
   thread of its own, runs beside a profiler of the user.
+* :class:`ThreadRecording` for what a thread does between two calls of ours, the user's code included: the same
+  profiler, which gives way to any that the user starts meanwhile.
 
 Only the allocator's view is seen: scratch that a library allocates by itself is not.
 """
@@ -14,12 +16,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from graphs._torch import disable_thread_profiler, enable_thread_profiler
+from graphs._torch import (
+    disable_thread_profiler,
+    enable_thread_profiler,
+    in_backward,
+    is_profiled,
+    notice_profiler_start,
+)
 
 Result = TypeVar("Result")
 
@@ -77,6 +87,63 @@ def record_op_memory(run: Callable[[], Result]) -> tuple[Result, list[int]]:
     finally:
         deltas = disable_thread_profiler()
     return result, deltas
+
+
+#: Sizes that are allocated and released, one after the other, to mark a place among the events.
+_MARK: Final = (40_487, 31_769)
+_MARK_EVENTS: Final = [sign * size for size in _MARK for sign in (1, -1)]
+
+
+class ThreadRecording:
+    """Memory events of one thread, from :meth:`start` on, with marks in between.
+
+    Autograd restores a thread's profilers after each node of a backward, so that a recording can be marked in a
+    backward, and must be ended outside of one.
+    """
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._forget: Callable[[], None] | None = None
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether it records, on the calling thread, and that thread is in no backward."""
+        return self._forget is not None and self._thread == threading.get_ident() and not in_backward()
+
+    def start(self, give_way: Callable[[], None]) -> bool:
+        """Start on the calling thread; ``False`` where a profiler is active there, which is left alone.
+
+        Args:
+            give_way: called before another profiler starts on the thread, which it cannot as long as this one runs.
+
+        """
+        if is_profiled():
+            return False
+        enable_thread_profiler()
+        self._thread = threading.get_ident()
+        self._forget = notice_profiler_start(give_way)
+        return True
+
+    def mark(self) -> None:
+        """Mark this place, on the thread that is recorded."""
+        for size in _MARK:
+            torch.empty(size, dtype=torch.uint8)
+
+    def stop(self) -> list[list[int]]:
+        """End, only where :attr:`can_stop`: the signed bytes of the events before the first mark, after it, and so on.
+
+        What is allocated and released for the marks is left out.
+        """
+        assert self._forget is not None
+        self._forget()
+        self._forget = None
+        pieces: list[list[int]] = [[]]
+        for delta in disable_thread_profiler():
+            pieces[-1].append(delta)
+            if pieces[-1][-len(_MARK_EVENTS) :] == _MARK_EVENTS:
+                del pieces[-1][-len(_MARK_EVENTS) :]
+                pieces.append([])
+        return pieces
 
 
 def peak_bytes(deltas: Iterable[int]) -> int:
