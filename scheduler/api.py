@@ -38,6 +38,7 @@ def schedule(
     gap: float = 0.005,
     costs: str | Costs = "profiled",
     never_recompute: Sequence[str] = (),
+    dynamic: str | None = None,
     plan: Plan | None = None,
 ) -> ModuleT:
     """Bound the memory of a module's training step, in place.
@@ -66,7 +67,14 @@ def schedule(
         costs: ``"profiled"``: each distinct op is timed once on the device, one at a time, and remembered on disk;
             ``"roofline"``: estimated; or a :class:`graphs.ir.Costs` of the same step.
         never_recompute: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``) that must run once.
-        plan: a saved plan to run instead of solving; its graph must be this step's.
+        dynamic: ``None``: each new input shape is captured and solved once, and remembered; a warning says so at the
+            eighth. ``"bucket"``: a new shape is captured once, and a schedule that was found for another shape serves
+            it where the ops are the same and a replay shows that it fits the budget: keeping everything first, then the
+            fastest of those known. The solver runs only where none fits, as for a batch larger than any before: begin
+            with the largest. A reused schedule may recompute more than that shape needs; its plan says by how much.
+            With ``costs="profiled"`` such a plan takes op times and workspaces from a larger shape.
+        plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
+            the first schedule that is known.
 
     Returns:
         ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned
@@ -88,6 +96,7 @@ def schedule(
         gap=gap,
         costs=costs,
         never_recompute=_patterns(never_recompute),
+        dynamic=dynamic,
     )
     settings.check()
     if plan is not None and not isinstance(plan, Plan):

@@ -7,8 +7,10 @@ beside a handle, the plan and the two graphs in the instance's ``__dict__``. Cla
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -22,10 +24,15 @@ from scheduler.backend import Backend, Scheduled
 from scheduler.loss import ExternalLoss
 from scheduler.plan import Plan
 from scheduler.planner import Settings
+from scheduler.remembered import RememberedPlans
 from scheduler.substitutes import needing_substitute, substituted
+
+logger = logging.getLogger(__name__)
 
 HANDLE: Final = "_checkpoint_schedule"
 _CALL: Final = "_compiled_call_impl"
+#: Captures that are kept at once; Dynamo refuses more than its limit for one function, see ``capture_config``.
+MOST_CAPTURES: Final = 200
 _PUBLISHED: Final = ("plan", "forward_graph", "backward_graph")
 
 
@@ -64,7 +71,9 @@ class Attachment:
         self.settings = settings
         self.optimizer = optimizer
         self.loss = None if loss_fn is None else ExternalLoss(loss_fn)
-        self.given = given
+        # With buckets a given plan is where to start from, else it is the only one that may run.
+        self.given = None if settings.dynamic == "bucket" else given
+        self.remembered = RememberedPlans(given)
         self.plan: Plan | None = None
         self.graphs: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self.previous_call: Any = None
@@ -77,6 +86,7 @@ class Attachment:
         self._call_inputs: Any = None
         self._every_output = False
         self._steps: dict[_Situation, Callable[..., Any]] = {}
+        self._captured: collections.Counter[_Situation] = collections.Counter()
         self._room: dict[bool, int] = {}
 
     def _compile(self, situation: _Situation) -> Callable[..., Any]:
@@ -87,6 +97,7 @@ class Attachment:
             loss_fn=None if self.loss is None else self.loss.function,
             call_inputs=lambda: self._call_inputs,
             given=self.given,
+            remembered=self.remembered,
             on_planned=self._end_here if self.ends_at_plan else None,
             on_scheduled=functools.partial(self._publish, situation),
             every_output=situation.every_output,
@@ -94,6 +105,7 @@ class Attachment:
         )
 
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            self._captured[situation] += 1
             return self._unless_only_planning(backend(gm, example_inputs))
 
         return torch.compile(self._entry_point(), backend=planned, fullgraph=True, dynamic=False)
@@ -146,6 +158,13 @@ class Attachment:
             existing = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             gradients_resident = existing > room
         situation = _Situation(gradients_resident=gradients_resident, every_output=self._every_output)
+        if self._captured[situation] >= MOST_CAPTURES:
+            logger.warning(
+                "%s was captured for %d shapes or modes: what was compiled for them is dropped, and captured again "
+                "when it is needed; plans are kept",
+                *(_name(self.module), MOST_CAPTURES),
+            )
+            del self._steps[situation], self._captured[situation]
         if situation not in self._steps:
             self._steps[situation] = self._compile(situation)
         return self._steps[situation]

@@ -18,7 +18,8 @@ from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, secondary_outputs
 from scheduler.plan import Plan
-from scheduler.planner import Settings, make_plan
+from scheduler.planner import Settings
+from scheduler.remembered import RememberedPlans
 from scheduler.static import static_memory
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Backend:
         loss_fn: the external loss in the graph; a module counts with its parameters and buffers.
         call_inputs: gives what the module was called with; the graph's inputs leave out what the step does not read.
         given: a plan to run instead of solving.
+        remembered: plans made earlier, which may serve again.
         on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
         on_scheduled: called with each step that has been planned and lowered, before it first runs.
         every_output: differentiate every output, rather than those that no scalar output is computed from.
@@ -59,6 +61,7 @@ class Backend:
         loss_fn: Callable[..., Any] | None = None,
         call_inputs: Callable[[], Any] = lambda: (),
         given: Plan | None = None,
+        remembered: RememberedPlans | None = None,
         on_planned: Callable[[Plan], None] | None = None,
         on_scheduled: Callable[[Scheduled], None] | None = None,
         every_output: bool = False,
@@ -70,6 +73,7 @@ class Backend:
         self.loss_fn = loss_fn
         self.call_inputs = call_inputs
         self.given = given
+        self.remembered = remembered or RememberedPlans()
         self.on_planned = on_planned
         self.on_scheduled = on_scheduled
         self.every_output = every_output
@@ -105,7 +109,9 @@ class Backend:
     ) -> Callable[..., Any]:
         """Wrap a compiled step so that the peak of its first run is held against the plan's."""
         name = scheduled.capture.graph.name
-        measured = compilation.first_step = FirstStep(scheduled.plan, scheduled.capture.device, name)
+        measured = compilation.first_step = FirstStep(
+            scheduled.plan, scheduled.capture.device, name, self.remembered.warned
+        )
 
         def run(*inputs: Any) -> Any:
             if measured.is_done:
@@ -177,7 +183,7 @@ class _Compilation:
             static = static_memory(backend.parts, inputs, backend.optimizer, device)
             if self.keeps_context:
                 static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
-            plan = make_plan(capture, static, backend.settings)
+            plan = backend.remembered.plan(capture, static, backend.settings)
         else:
             plan.check_fits(capture.graph)
         if backend.on_planned is not None:
@@ -243,4 +249,7 @@ def checkpoint_scheduler(
     chosen = dict(options or {})
     budget = chosen.pop("budget_gb", None)
     settings = Settings(budget_bytes=None if budget is None else parse_budget(budget), **chosen)
+    settings.check()
+    if settings.dynamic is not None:
+        raise ValueError("dynamic= needs the plans of earlier shapes, which only schedule() keeps")
     return Backend(module=None, settings=settings)(gm, example_inputs)

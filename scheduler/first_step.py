@@ -76,11 +76,14 @@ class FirstStep:
         plan: receives what was measured, see :attr:`scheduler.Plan.measured_peak_bytes`.
         device: where it runs.
         name: of the module, for messages.
+        warned: what the module's user has been warned of; later plans of which the same is true are logged as
+            information only.
 
     """
 
-    def __init__(self, plan: Plan, device: torch.device, name: str) -> None:
+    def __init__(self, plan: Plan, device: torch.device, name: str, warned: set[str]) -> None:
         self.plan = plan
+        self.warned = warned
         self.device = device
         self.name = name
         self.is_done = False
@@ -211,7 +214,10 @@ class FirstStep:
             return
         budget = self.plan.budget_bytes
         over = "" if budget is None or peak + window.ahead_bytes <= budget else ", which exceeds the budget"
-        logger.warning(
+        level = logging.INFO if over in self.warned else logging.WARNING
+        self.warned.add(over)
+        logger.log(
+            level,
             "%s: the first step of this plan peaked at %s%s: %s bytes (%.1f %%) more than the %s predicted. Likely "
             "cause: %s.",
             *(self.name, format_bytes(peak), over, f"{excess:,}", 100 * excess / predicted, format_bytes(predicted)),

@@ -52,6 +52,7 @@ class Settings:
         costs: ``"profiled"`` (measured on the device), ``"roofline"`` (of ``device_spec``), or costs made elsewhere.
         device_spec: device of the roofline, by name or figures.
         never_recompute: patterns of op names and module paths that must run once.
+        dynamic: ``"bucket"``: a schedule that is known serves another shape where it fits; ``None``: each is solved.
 
     """
 
@@ -63,6 +64,7 @@ class Settings:
     costs: str | Costs = "profiled"
     device_spec: str | DeviceSpec | None = None
     never_recompute: tuple[str, ...] = ()
+    dynamic: str | None = None
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything is captured."""
@@ -70,6 +72,8 @@ class Settings:
             raise ValueError(f"solver={self.solver!r}: give 'auto' or an object with solve(problem) -> Solution")
         if not isinstance(self.costs, Costs) and self.costs not in ("profiled", "roofline"):
             raise ValueError(f"costs={self.costs!r}: give 'profiled', 'roofline' or a graphs.ir.Costs")
+        if self.dynamic not in (None, "bucket"):
+            raise ValueError(f"dynamic={self.dynamic!r}: give None or 'bucket'")
         if not self.time_limit_s > 0:
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
         if not self.gap >= 0:
@@ -91,32 +95,53 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
 
     """
     costs = cost_model(capture, settings)
-    static_total = sum(static.values())
-    unlimited = Problem.from_graph(capture.graph, costs, 0, static_bytes=static_total)
-    keep_all_peak = simulate(unlimited, store_all_steps(unlimited)).peak_bytes
-    budget = settings.budget_bytes
-    if settings.unlimited:
-        budget = keep_all_peak
-    elif budget is None:
-        budget = static_total + int(free_bytes(capture.device) * (1 - HEADROOM))
-    problem = unlimited.with_budget(budget)
+    problem = problem_of(capture, costs, static)
+    problem = problem.with_budget(budget_of(problem, capture, static, settings))
     solution = _solver(settings).solve(problem)
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
         raise infeasible(problem, solution)
     validate(problem, solution)
+    return plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
+
+
+def problem_of(capture: Capture, costs: Costs, static: Mapping[str, int]) -> Problem:
+    """The scheduling problem of a step, with a budget of 0."""
+    return Problem.from_graph(capture.graph, costs, 0, static_bytes=sum(static.values()))
+
+
+def budget_of(problem: Problem, capture: Capture, static: Mapping[str, int], settings: Settings) -> int:
+    """The budget that the settings stand for, in bytes."""
+    if settings.unlimited:
+        return simulate(problem, store_all_steps(problem)).peak_bytes
+    if settings.budget_bytes is not None:
+        return settings.budget_bytes
+    return sum(static.values()) + int(free_bytes(capture.device) * (1 - HEADROOM))
+
+
+def plan_from(
+    capture: Capture,
+    costs: Costs,
+    solution: Solution,
+    *,
+    budget_bytes: int,
+    static: Mapping[str, int],
+    settings: Settings,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """A plan with what it was made with; ``notes`` are further sentences on what its figures rest on."""
     return Plan(
         graph=capture.graph,
         costs=costs,
         solution=solution,
-        budget_bytes=None if settings.unlimited else budget,
+        budget_bytes=None if settings.unlimited else budget_bytes,
         static=static,
         device=costs.device,
         versions={
             "torch": torch.__version__,
             "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
         },
-        assumptions=_assumptions(capture),
+        assumptions=(*_assumptions(capture), *notes),
     )
 
 

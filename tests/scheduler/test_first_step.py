@@ -77,6 +77,13 @@ def test_a_loss_outside_is_named(caplog):
     assert "loss_fn=" in message
 
 
+def test_other_shapes_are_not_warned_of_again(caplog):
+    model = bounded(classifier())
+    for n in (64, 32):
+        F.cross_entropy(model(data(n, 16)), TARGET[:n]).backward()
+    assert len(warned(caplog)) == 1
+
+
 def test_several_forwards_before_a_backward_are_named(caplog):
     model = bounded(layers())
     outputs = [model(data(200, 16, seed=i)) for i in range(3)]

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from scheduler import CheckpointSchedulerError
-from tests.fuzz.budgets import Between
 from tests.scheduler.kinds.comparing import Wave, bounded, compare, data, fresh, layers, trained
 
 __all__ = ["fresh"]
@@ -40,17 +39,6 @@ def test_a_batch_of_one_and_another_rank():
         return [trained(data(*shape))(model) for shape in ((4, 16), (1, 16), (2, 3, 16), (16,))]
 
     compare(layers, step, recomputes=False)
-
-
-@pytest.mark.xfail(strict=True, reason="schedule() has no dynamic= yet", raises=TypeError)
-def test_buckets_reuse_the_plan_of_the_largest_shape():
-    solver = Between()
-    from scheduler import schedule
-
-    model = schedule(layers(), "100TB", solver=solver, costs="roofline", dynamic="bucket")
-    for n in range(32, 16, -1):
-        trained(data(4, n, 16))(model)
-    assert len(solver.chosen) < 5
 
 
 def test_branch_on_a_python_value_is_guarded():
