@@ -17,6 +17,7 @@ import torch._inductor.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
@@ -30,6 +31,7 @@ __all__ = [
     "capture_config",
     "compile_joint",
     "compiled_node_of",
+    "is_traced_here",
     "unset_fake_temporarily",
 ]
 
@@ -172,8 +174,21 @@ def _dropout_kernel(fused: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
+def is_traced_here() -> bool:
+    """Whether the calling thread traces a program, for which :func:`torch.compiler.is_compiling` must be true already.
+
+    That flag is one for the whole process: it is set while some other thread compiles, too.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_exporting() or CompileContext.try_get() is not None
+
+
 def capture_config() -> contextlib.AbstractContextManager[None]:
-    """Dynamo's settings while a scheduled module runs: logging breaks no graph, hooks added later are seen."""
+    """Dynamo's settings while a scheduled module runs: logging breaks no graph, hooks added later are seen.
+
+    They hold for the calling thread: torch keeps patched settings per thread.
+    """
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
         skip_nnmodule_hook_guards=False,
         allow_rnn=True,

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -83,7 +84,8 @@ class Attachment:
         # Found out when they are first needed: a copy is attached before deepcopy has filled the module.
         self._substituted: tuple[nn.Module, ...] | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()
-        self._call_inputs: Any = None
+        self._of_thread = threading.local()  # what the call in progress was given
+        self._lock = threading.RLock()
         self._every_output = False
         self._steps: dict[_Situation, Callable[..., Any]] = {}
         self._captured: collections.Counter[_Situation] = collections.Counter()
@@ -95,7 +97,7 @@ class Attachment:
             settings=self.settings,
             optimizer=self.optimizer,
             loss_fn=None if self.loss is None else self.loss.function,
-            call_inputs=lambda: self._call_inputs,
+            call_inputs=lambda: getattr(self._of_thread, "inputs", ()),
             given=self.given,
             remembered=self.remembered,
             on_planned=self._end_here if self.ends_at_plan else None,
@@ -127,16 +129,18 @@ class Attachment:
 
         With an external loss, the loss that belongs to the call runs within it.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and _torch.is_traced_here()):
             return self._plain(*args, **kwargs) if self.loss is None else self.loss.plain(self._plain, args, kwargs)
         if self.loss is not None:
             self.loss.check_given(kwargs, self.module)
         if self._substituted is None:
             self._substituted = tuple(layer for part in self._parts() for layer in needing_substitute(part))
         with _torch.capture_config(), substituted(self._substituted):
-            self._call_inputs = (args, kwargs)
+            self._of_thread.inputs = (args, kwargs)
             try:
-                return self._step_for_now()(*args, **kwargs)
+                with self._lock:
+                    step = self._step_for_now()
+                return step(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 if isinstance(inner, CheckpointSchedulerError | ValueError | _PlannedWithoutRunningError):
@@ -148,7 +152,7 @@ class Attachment:
                     "Move what breaks the graph out of the module's forward, or schedule the submodules around it."
                 ) from error
             finally:
-                self._call_inputs = None
+                self._of_thread.inputs = ()
 
     def _step_for_now(self) -> Callable[..., Any]:
         """The compiled step for the situation at hand, compiled and planned when it first arises."""

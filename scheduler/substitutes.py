@@ -9,7 +9,9 @@ type.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import threading
 import types
 from collections.abc import Iterator, Sequence
 
@@ -32,16 +34,26 @@ def needing_substitute(module: nn.Module) -> tuple[nn.Module, ...]:
     )
 
 
+_in_use: collections.Counter[nn.Module] = collections.Counter()
+_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def substituted(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Have these layers use their substitute while the context lasts."""
-    for layer in layers:
-        layer.__dict__["forward"] = types.MethodType(_cumulative_batch_norm, layer)
+    """Have these layers use their substitute while the context lasts, in whichever thread it lasts longest."""
+    with _lock:
+        for layer in layers:
+            _in_use[layer] += 1
+            layer.__dict__["forward"] = types.MethodType(_cumulative_batch_norm, layer)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        with _lock:
+            for layer in layers:
+                _in_use[layer] -= 1
+                if not _in_use[layer]:
+                    del _in_use[layer]
+                    layer.__dict__.pop("forward", None)
 
 
 def _cumulative_batch_norm(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the layer's own name

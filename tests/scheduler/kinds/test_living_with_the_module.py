@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 
 import pytest
 import torch
@@ -200,32 +199,6 @@ def test_scheduling_twice_replaces():
     assert plan_of(model).is_noop
     unschedule(model)
     assert model._compiled_call_impl is None
-
-
-def test_threads():
-    """Two threads that call the same scheduled module at once get the numbers of one after the other."""
-    torch.manual_seed(0)
-    plain = layers()
-    model = bounded(copy.deepcopy(plain))
-    inputs = [data(12, 16, seed=i) for i in range(4)]
-    expected = [torch.autograd.grad(plain(x).square().sum(), list(plain.parameters())) for x in inputs]
-    found: dict[int, object] = {}
-
-    def work(i):
-        torch.set_num_threads(1)
-        try:
-            found[i] = torch.autograd.grad(model(inputs[i]).square().sum(), list(model.parameters()))
-        except Exception as error:  # noqa: BLE001  # shown below
-            found[i] = error
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, gradients in enumerate(expected):
-        assert not isinstance(found[i], Exception), found[i]
-        assert all(torch.equal(a, b) for a, b in zip(gradients, found[i], strict=True))
 
 
 def test_optimizer_is_counted_and_shared_between_plans():
