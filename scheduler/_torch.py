@@ -16,13 +16,14 @@ import torch._functorch._aot_autograd.graph_compile as _graph_compile
 import torch._inductor.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "BackendCompilerFailed",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "Unsupported",
@@ -194,6 +195,7 @@ def capture_config() -> contextlib.AbstractContextManager[None]:
         allow_rnn=True,
         recompile_limit=256,
         accumulated_recompile_limit=1024,
+        fail_on_recompile_limit_hit=True,  # else what is over the limit runs plainly
         ignore_logging_functions=_LoggingMethods(torch._dynamo.config.ignore_logging_functions),
     )
 

@@ -39,6 +39,7 @@ def schedule(
     costs: str | Costs = "profiled",
     never_recompute: Sequence[str] = (),
     dynamic: str | None = None,
+    allow_graph_breaks: bool = False,
     plan: Plan | None = None,
 ) -> ModuleT:
     """Bound the memory of a module's training step, in place.
@@ -73,6 +74,12 @@ def schedule(
             fastest of those known. The solver runs only where none fits, as for a batch larger than any before: begin
             with the largest. A reused schedule may recompute more than that shape needs; its plan says by how much.
             With ``costs="profiled"`` such a plan takes op times and workspaces from a larger shape.
+        allow_graph_breaks: capture a module whose code breaks the graph in several pieces (a branch on data, a call
+            that cannot be traced), rather than refuse it. The pieces share the budget, and what the others hold counts
+            while one runs. What code between the pieces allocates is counted only where it is handed on; the
+            measurement of the first step says where that matters. The first step of a new sequence of pieces runs each
+            at its least memory, the second captures them again with plans that use the budget. ``model.plan`` is that
+            of the piece where the step needs most. Nothing is planned ahead: samples and ``plan`` are refused.
         plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
             the first schedule that is known.
 
@@ -97,8 +104,13 @@ def schedule(
         costs=costs,
         never_recompute=_patterns(never_recompute),
         dynamic=dynamic,
+        allow_graph_breaks=allow_graph_breaks,
     )
     settings.check()
+    if allow_graph_breaks and (plan is not None or sample_args or sample_kwargs):
+        raise ValueError(
+            "with allow_graph_breaks=True pieces are planned while the step runs: give no samples and no plan"
+        )
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan takes a Plan, and got {plan!r}; read a saved one with Plan.load(path)")
     attachment = Attachment(model, settings, optimizer=optimizer, loss_fn=_loss(loss_fn, model), given=plan)

@@ -23,6 +23,7 @@ from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
 from scheduler.backend import Backend, Scheduled
 from scheduler.loss import ExternalLoss
+from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings
 from scheduler.remembered import RememberedPlans
@@ -88,6 +89,8 @@ class Attachment:
         self._lock = threading.RLock()
         self._every_output = False
         self._steps: dict[_Situation, Callable[..., Any]] = {}
+        self._may_break = settings.allow_graph_breaks
+        self._pieces: dict[_Situation, Pieces] = {}
         self._captured: collections.Counter[_Situation] = collections.Counter()
         self._room: dict[bool, int] = {}
 
@@ -100,6 +103,7 @@ class Attachment:
             call_inputs=lambda: getattr(self._of_thread, "inputs", ()),
             given=self.given,
             remembered=self.remembered,
+            pieces=self._pieces_for(situation),
             on_planned=self._end_here if self.ends_at_plan else None,
             on_scheduled=functools.partial(self._publish, situation),
             every_output=situation.every_output,
@@ -110,7 +114,15 @@ class Attachment:
             self._captured[situation] += 1
             return self._unless_only_planning(backend(gm, example_inputs))
 
-        return torch.compile(self._entry_point(), backend=planned, fullgraph=True, dynamic=False)
+        return torch.compile(self._entry_point(), backend=planned, fullgraph=not self._may_break, dynamic=False)
+
+    def _pieces_for(self, situation: _Situation) -> Pieces | None:
+        """The pieces of the step in a situation, where its graph may break."""
+        if not self._may_break:
+            return None
+        if situation not in self._pieces:
+            self._pieces[situation] = Pieces(self.settings)
+        return self._pieces[situation]
 
     def _end_here(self, plan: Plan) -> None:
         self.plan = plan
@@ -139,13 +151,20 @@ class Attachment:
             self._of_thread.inputs = (args, kwargs)
             try:
                 with self._lock:
-                    step = self._step_for_now()
+                    situation = self._situation_now()
+                    step = self._step_for(situation)
+                if self._may_break:
+                    return self._in_pieces(situation, step, args, kwargs)
                 return step(*args, **kwargs)
             except _torch.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 if isinstance(inner, CheckpointSchedulerError | ValueError | _PlannedWithoutRunningError):
                     raise inner from None
                 raise CaptureError(f"{_name(self.module)} could not be planned: {inner!r}") from error
+            except _torch.FailOnRecompileLimitHit as error:
+                raise CaptureError(
+                    f"{_name(self.module)} was captured too often: {error.__cause__ or error}"
+                ) from error
             except (_torch.Unsupported, _torch.UserError) as error:
                 raise CaptureError(
                     f"{_name(self.module)} could not be captured as one graph. {error}\n"
@@ -154,14 +173,31 @@ class Attachment:
             finally:
                 self._of_thread.inputs = ()
 
-    def _step_for_now(self) -> Callable[..., Any]:
-        """The compiled step for the situation at hand, compiled and planned when it first arises."""
+    def _in_pieces(
+        self, situation: _Situation, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a step whose graph may break; once it has shown its pieces, the next call captures them anew."""
+        pieces = self._pieces[situation]
+        pieces.begin()
+        result = step(*args, **kwargs)
+        with self._lock:
+            if pieces.end() and self._steps.get(situation) is step:
+                del self._steps[situation]
+            whole = pieces.whole()
+            if whole is not None and whole is not self.plan:
+                self._publish_plan(situation, whole)
+        return result
+
+    def _situation_now(self) -> _Situation:
         gradients_resident = False
         room = self._room.get(self._every_output)
         if room is not None and self.given is None:
             existing = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             gradients_resident = existing > room
-        situation = _Situation(gradients_resident=gradients_resident, every_output=self._every_output)
+        return _Situation(gradients_resident=gradients_resident, every_output=self._every_output)
+
+    def _step_for(self, situation: _Situation) -> Callable[..., Any]:
+        """The compiled step for a situation, compiled and planned when it first arises."""
         if self._captured[situation] >= MOST_CAPTURES:
             logger.warning(
                 "%s was captured for %d shapes or modes: what was compiled for them is dropped, and captured again "
@@ -224,12 +260,15 @@ class Attachment:
                 attributes.pop(name, None)
 
     def _publish(self, situation: _Situation, scheduled: Scheduled) -> None:
-        self.plan = plan = scheduled.plan
+        self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
+        self._publish_plan(situation, scheduled.plan)
+
+    def _publish_plan(self, situation: _Situation, plan: Plan) -> None:
+        self.plan = plan
         self._parameters = tuple({id(p): p for part in self._parts() for p in part.parameters()}.values())
         if not situation.gradients_resident and plan.budget_bytes is not None:
             room = plan.budget_bytes - plan.peak_bytes + plan.static.get("gradients", 0)
             self._room[situation.every_output] = min(room, self._room.get(situation.every_output, room))
-        self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
         if self.module.__dict__.get(HANDLE) is self:
             self._publish_attributes()
 

@@ -16,7 +16,9 @@ from scheduler import _torch
 from scheduler.errors import parse_budget
 from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
+from scheduler.memory import bytes_of, tensors_in
 from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, secondary_outputs
+from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings
 from scheduler.remembered import RememberedPlans
@@ -45,6 +47,7 @@ class Backend:
         call_inputs: gives what the module was called with; the graph's inputs leave out what the step does not read.
         given: a plan to run instead of solving.
         remembered: plans made earlier, which may serve again.
+        pieces: the pieces of the step and their plans, where its graph may break.
         on_planned: called with each plan as soon as it is made; what it raises ends the compilation.
         on_scheduled: called with each step that has been planned and lowered, before it first runs.
         every_output: differentiate every output, rather than those that no scalar output is computed from.
@@ -62,6 +65,7 @@ class Backend:
         call_inputs: Callable[[], Any] = lambda: (),
         given: Plan | None = None,
         remembered: RememberedPlans | None = None,
+        pieces: Pieces | None = None,
         on_planned: Callable[[Plan], None] | None = None,
         on_scheduled: Callable[[Scheduled], None] | None = None,
         every_output: bool = False,
@@ -74,6 +78,7 @@ class Backend:
         self.call_inputs = call_inputs
         self.given = given
         self.remembered = remembered or RememberedPlans()
+        self.pieces = pieces
         self.on_planned = on_planned
         self.on_scheduled = on_scheduled
         self.every_output = every_output
@@ -86,7 +91,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
-        secondary = () if self.every_output else secondary_outputs(gm)
+        secondary = () if self.every_output or self.pieces is not None else secondary_outputs(gm)
         compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
         compiled = _torch.compile_joint(
             detach_outputs(gm, secondary),
@@ -102,16 +107,20 @@ class Backend:
             self.on_scheduled(scheduled)
         if secondary or reach.is_partial_possible:
             compiled = self._with_outputs_attached(gm, compiled, secondary, scheduled.capture, reach)
-        return self._with_first_step_measured(compiled, scheduled, compilation)
+        compiled = self._with_first_step_measured(compiled, scheduled, compilation)
+        return compiled if self.pieces is None else self.pieces.around(compiled, scheduled.plan)
 
     def _with_first_step_measured(
         self, compiled: Callable[..., Any], scheduled: Scheduled, compilation: _Compilation
     ) -> Callable[..., Any]:
         """Wrap a compiled step so that the peak of its first run is held against the plan's."""
-        name = scheduled.capture.graph.name
-        measured = compilation.first_step = FirstStep(
-            scheduled.plan, scheduled.capture.device, name, self.remembered.warned
-        )
+        capture, pieces = scheduled.capture, self.pieces
+        if pieces is not None and not pieces.is_first():
+            return compiled  # the step is measured from its first piece on
+        measured = FirstStep(scheduled.plan, capture.device, capture.graph.name, self.remembered.warned)
+        if pieces is not None:
+            measured.whole = lambda: pieces.whole() or scheduled.plan
+        compilation.first_step = measured
 
         def run(*inputs: Any) -> Any:
             if measured.is_done:
@@ -179,11 +188,7 @@ class _Compilation:
         del joint_inputs
         plan = backend.given
         if plan is None:
-            inputs = (self.example_inputs, backend.call_inputs())
-            static = static_memory(backend.parts, inputs, backend.optimizer, device)
-            if self.keeps_context:
-                static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
-            plan = backend.remembered.plan(capture, static, backend.settings)
+            plan = self._plan(capture, device)
         else:
             plan.check_fits(capture.graph)
         if backend.on_planned is not None:
@@ -191,6 +196,20 @@ class _Compilation:
         lowered = lower(capture, plan.steps)
         self.scheduled = Scheduled(plan, capture, lowered)
         return lowered.forward, lowered.backward
+
+    def _plan(self, capture: Capture, device: torch.device) -> Plan:
+        """Plan a capture, as the whole step or as a piece of one."""
+        backend = self.backend
+        if backend.pieces is not None:
+            common = static_memory(backend.parts, backend.call_inputs(), backend.optimizer, device)
+            seen = backend.pieces.results()
+            bytes_of(tensors_in(backend.parts, backend.optimizer, backend.call_inputs()), device, seen)
+            return backend.pieces.plan(capture, common, bytes_of(tensors_in(self.example_inputs), device, seen))
+        inputs = (self.example_inputs, backend.call_inputs())
+        static = static_memory(backend.parts, inputs, backend.optimizer, device)
+        if self.keeps_context:
+            static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
+        return backend.remembered.plan(capture, static, backend.settings)
 
     def begin_backward(self) -> None:
         """Tell the measurement, where there is one."""
@@ -250,6 +269,6 @@ def checkpoint_scheduler(
     budget = chosen.pop("budget_gb", None)
     settings = Settings(budget_bytes=None if budget is None else parse_budget(budget), **chosen)
     settings.check()
-    if settings.dynamic is not None:
-        raise ValueError("dynamic= needs the plans of earlier shapes, which only schedule() keeps")
+    if settings.dynamic is not None or settings.allow_graph_breaks:
+        raise ValueError("dynamic= and allow_graph_breaks= need what was planned before, which only schedule() keeps")
     return Backend(module=None, settings=settings)(gm, example_inputs)

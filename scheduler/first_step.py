@@ -23,6 +23,7 @@ import torch
 from scheduler._torch import compiled_node_of
 from scheduler.memory import bytes_of, tensors_in
 from scheduler.meters import CpuMeter, CudaMeter, Mark, Meter
+from scheduler.pieces import OTHER_PIECES
 from scheduler.plan import Plan
 from scheduler.units import format_bytes
 
@@ -83,6 +84,7 @@ class FirstStep:
 
     def __init__(self, plan: Plan, device: torch.device, name: str, warned: set[str]) -> None:
         self.plan = plan
+        self.whole: Callable[[], Plan] = lambda: plan  # the plan that stands for the step, where it has several
         self.warned = warned
         self.device = device
         self.name = name
@@ -205,14 +207,14 @@ class FirstStep:
     def _report(self, window: _Window, marks: Sequence[Mark]) -> None:
         """Record the peak, and warn where it is too high."""
         self.is_done = True
-        peak = marks[-1].peak
-        self.plan.record_measured_peak(peak)
-        predicted = self.plan.peak_bytes - window.ahead_bytes
+        peak, plan = marks[-1].peak, self.whole()
+        plan.record_measured_peak(peak)
+        predicted = plan.peak_bytes - window.ahead_bytes
         excess = peak - predicted
         if excess <= TOLERANCE * predicted:
             logger.info("%s: %s measured, %s predicted", self.name, format_bytes(peak), format_bytes(predicted))
             return
-        budget = self.plan.budget_bytes
+        budget = plan.budget_bytes
         over = "" if budget is None or peak + window.ahead_bytes <= budget else ", which exceeds the budget"
         level = logging.INFO if over in self.warned else logging.WARNING
         self.warned.add(over)
@@ -232,8 +234,9 @@ class FirstStep:
                 f"{window.most_graphs} forwards of the module ran before a backward, and each keeps a graph of its own "
                 "alive; the plan covers one"
             )
-        static = self.plan.static
-        counted = self.plan.static_bytes - (static.get("other", 0) if self.device.type == "cpu" else 0)
+        static = self.whole().static
+        uncounted = {OTHER_PIECES, "other"} if self.device.type == "cpu" else {OTHER_PIECES}
+        counted = sum(size for name, size in static.items() if name not in uncounted)
         surplus = before.live + window.ahead_bytes - counted
         if 2 * surplus > excess:
             return f"{format_bytes(surplus)} more than planned was live before the step, such as another graph"

@@ -53,6 +53,7 @@ class Settings:
         device_spec: device of the roofline, by name or figures.
         never_recompute: patterns of op names and module paths that must run once.
         dynamic: ``"bucket"``: a schedule that is known serves another shape where it fits; ``None``: each is solved.
+        allow_graph_breaks: capture in several pieces what is not one graph.
 
     """
 
@@ -65,6 +66,7 @@ class Settings:
     device_spec: str | DeviceSpec | None = None
     never_recompute: tuple[str, ...] = ()
     dynamic: str | None = None
+    allow_graph_breaks: bool = False
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything is captured."""
@@ -74,6 +76,8 @@ class Settings:
             raise ValueError(f"costs={self.costs!r}: give 'profiled', 'roofline' or a graphs.ir.Costs")
         if self.dynamic not in (None, "bucket"):
             raise ValueError(f"dynamic={self.dynamic!r}: give None or 'bucket'")
+        if self.allow_graph_breaks and self.dynamic is not None:
+            raise ValueError("dynamic= and allow_graph_breaks=True do not go together: pieces are planned per shape")
         if not self.time_limit_s > 0:
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
         if not self.gap >= 0:
@@ -97,7 +101,7 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
     costs = cost_model(capture, settings)
     problem = problem_of(capture, costs, static)
     problem = problem.with_budget(budget_of(problem, capture, static, settings))
-    solution = _solver(settings).solve(problem)
+    solution = solver_of(settings).solve(problem)
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
         raise infeasible(problem, solution)
@@ -167,7 +171,8 @@ def _with_replay_workspace(capture: Capture, costs: Costs) -> Costs:
     return dataclasses.replace(costs, workspace_bytes=tuple(workspace))
 
 
-def _solver(settings: Settings) -> Solver:
+def solver_of(settings: Settings) -> Solver:
+    """The solver that the settings name."""
     if isinstance(settings.solver, str):
         return AutoSolver(time_limit_s=settings.time_limit_s, gap=settings.gap)
     return settings.solver

@@ -139,6 +139,10 @@ class Problem:
         """The same problem under another budget."""
         return dataclasses.replace(self, budget_bytes=budget_bytes)
 
+    def with_static(self, static_bytes: int) -> Problem:
+        """The same problem with so many bytes resident throughout."""
+        return dataclasses.replace(self, static_bytes=static_bytes)
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes left for the step's own storages and workspaces: budget less what is static."""

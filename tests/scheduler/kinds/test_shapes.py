@@ -127,13 +127,6 @@ def test_a_refusal_names_the_line():
         trained(data(12, 16))(bounded(BranchOnData()))
 
 
-@pytest.mark.xfail(strict=True, reason="schedule() has no allow_graph_breaks= yet", raises=TypeError)
-def test_graph_breaks_that_are_allowed():
-    model = bounded(BranchOnData(), allow_graph_breaks=True)
-    torch.manual_seed(0)
-    trained(data(12, 16))(model)
-
-
 def test_expanding_and_reshaping_inside():
     class Reshapes(nn.Module):
         def __init__(self):
