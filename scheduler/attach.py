@@ -22,6 +22,7 @@ from torch import fx, nn
 from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
 from scheduler.backend import Backend, Scheduled
+from scheduler.first_step import end_measurements
 from scheduler.loss import ExternalLoss
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
@@ -179,7 +180,11 @@ class Attachment:
         """Run a step whose graph may break; once it has shown its pieces, the next call captures them anew."""
         pieces = self._pieces[situation]
         pieces.begin()
-        result = step(*args, **kwargs)
+        try:
+            result = step(*args, **kwargs)
+        except BaseException:
+            end_measurements()  # the error's traceback keeps the graphs of the pieces that have run
+            raise
         with self._lock:
             if pieces.end() and self._steps.get(situation) is step:
                 del self._steps[situation]

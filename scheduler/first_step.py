@@ -48,6 +48,7 @@ class _Window:
         graphs: forwards whose backward has not run.
         most_graphs: most of them at once.
         has_ended: the backward has run.
+        plan: what the step is held against, once its forward has run.
 
     """
 
@@ -58,6 +59,7 @@ class _Window:
     graphs: int = 1
     most_graphs: int = 1
     has_ended: bool = False
+    plan: Plan | None = None
 
 
 class _Watcher:
@@ -123,6 +125,8 @@ class FirstStep:
         """Read the memory before the compiled backward: what is live then was left by code outside of the module."""
         window = self._window_here()
         if window is not None and window.readings == 2:
+            window.plan = self.whole()
+            window.plan.settle_measurement_with(self.settle)
             self._read(window)
 
     def backward_has_run(self) -> None:
@@ -148,8 +152,8 @@ class FirstStep:
 
     def _open(self, resident: Sequence[Any]) -> _Window | None:
         """The window of a step that can be measured, or ``None``: it cannot, or an earlier one still goes on."""
+        _settle_all("stop", {})
         with self._lock:
-            self.settle()
             if self.is_done:
                 return None
             if self._window is not None:
@@ -190,7 +194,9 @@ class FirstStep:
             marks = window.meter.stop()
             self._window = None
             _out_of_view(self)
-            self.plan.settle_measurement_with(None)
+            for plan in (self.plan, window.plan):
+                if plan is not None:
+                    plan.settle_measurement_with(None)
             if not window.has_ended:
                 self._not_now("its backward did not run before its graph was gone, a profiler started or others ran")
             elif marks is None:
@@ -207,7 +213,7 @@ class FirstStep:
     def _report(self, window: _Window, marks: Sequence[Mark]) -> None:
         """Record the peak, and warn where it is too high."""
         self.is_done = True
-        peak, plan = marks[-1].peak, self.whole()
+        peak, plan = marks[-1].peak, window.plan or self.plan
         plan.record_measured_peak(peak)
         predicted = plan.peak_bytes - window.ahead_bytes
         excess = peak - predicted
@@ -234,7 +240,7 @@ class FirstStep:
                 f"{window.most_graphs} forwards of the module ran before a backward, and each keeps a graph of its own "
                 "alive; the plan covers one"
             )
-        static = self.whole().static
+        static = (window.plan or self.plan).static
         uncounted = {OTHER_PIECES, "other"} if self.device.type == "cpu" else {OTHER_PIECES}
         counted = sum(size for name, size in static.items() if name not in uncounted)
         surplus = before.live + window.ahead_bytes - counted
@@ -273,6 +279,7 @@ def _settle_all(phase: str, _info: dict[str, int]) -> None:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_measurements() -> None:
+    """End what is measured on this thread, as where a step fails half-way; its next step is tried."""
     for step in tuple(_in_view):
         step._end(step._window)  # noqa: SLF001 - the same module

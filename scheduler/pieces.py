@@ -122,6 +122,7 @@ class Pieces:
         """A call of the module starts."""
         self._call.path = ()
         self._call.results = []
+        self._call.captured = False
 
     def plan(self, capture: Capture, common: Mapping[str, int], extra: int) -> Plan:
         """The plan of a piece that has just been captured.
@@ -163,8 +164,8 @@ class Pieces:
         def run(*inputs: Any) -> Any:
             nonlocal is_new
             if is_new:
-                is_new = False
-                gc.collect()  # the capture of a graph that breaks leaves cycles that hold random states
+                is_new, self._call.captured = False, True
+                gc.collect()  # the capture of a graph that breaks leaves cycles that hold tensors
             path = (*self._call.path, piece)
             self._check(path)
             self._call.path = path
@@ -190,6 +191,8 @@ class Pieces:
     def end(self) -> bool:
         """A call of the module has ended; whether the next one should capture anew, for better plans."""
         path: Path = self._call.path
+        if self._call.captured:
+            gc.collect()
         if not path:
             return False
         is_new = path not in self._whole
