@@ -23,6 +23,7 @@ from graphs.errors import UnsupportedModelError
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
 from graphs.mutations import insert_snapshots
+from graphs.opaque import correct_fake_results
 from graphs.phases import has_effect, is_tangent, split_phases
 
 #: The caching allocator of CUDA hands out multiples of this many bytes.
@@ -135,6 +136,7 @@ def capture_from_joint(
         UnsupportedModelError: an op's result decides what the program does next, or a shape is symbolic.
 
     """
+    correct_fake_results(joint)
     builder = _Builder(joint, num_forward_outputs, device, frozenset(module_names), tuple(never_recompute))
     return builder.build(input_kinds, name)
 
