@@ -20,10 +20,10 @@ from graphs import recomputability
 from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.accumulation import add_gradients_in_place
 from graphs.errors import UnsupportedModelError
+from graphs.fakes import correct_fake_results
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
 from graphs.mutations import insert_snapshots
-from graphs.opaque import correct_fake_results
 from graphs.phases import has_effect, is_tangent, split_phases
 
 #: The caching allocator of CUDA hands out multiples of this many bytes.

@@ -17,8 +17,8 @@ from torch import fx
 
 from graphs._torch import OpOverload, schema_of
 from graphs.costs.signature import packet_name
+from graphs.fakes import buffer_origin
 from graphs.grad_mode import as_recorded
-from graphs.opaque import buffer_origin
 
 _BLOCK_ELEMENTS: Final = 1 << 20
 """Random values are drawn for this many elements and repeated: drawing 10^8 of them would take longer than the op."""

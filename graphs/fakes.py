@@ -1,4 +1,4 @@
-"""Buffers whose size and content only a library's kernel knows.
+"""Where the fake results of an op differ from what its kernel returns.
 
 The kernel of a recurrent layer hands its backward a buffer in a layout of its own, to which fake tensors give no bytes.
 So the kernel runs once for real, on zeros, which takes no more than the memory of one op, and its fake results are
@@ -26,14 +26,19 @@ logger = logging.getLogger(__name__)
 #: Ops that return such a buffer, and its position among their results.
 _BUFFERS: Final = {"aten.mkldnn_rnn_layer": 3, "aten._cudnn_rnn": 3, "aten.miopen_rnn": 3}
 
+#: Ops whose result may be their argument in fakes, though the real one never is: its position.
+_ARGUMENT_IN_FAKES: Final = {"aten.native_dropout": 0}
+
 #: Ops of which two results may be one in fakes, though the real ones are two with equal values: their positions.
 _ONE_IN_FAKES: Final = {"aten.mkldnn_rnn_layer_backward": (3, 4)}
 
 
 def correct_fake_results(joint: fx.GraphModule) -> None:
-    """Give the results of such ops in a joint graph the sizes and the sharing of storages that they really have."""
+    """Give the results of ops in a joint graph the sizes, and the storages of their own, that they really have."""
     for node in joint.graph.nodes:
         packet = _packet(node)
+        if packet in _ARGUMENT_IN_FAKES:
+            _replace_by_fresh(node, _ARGUMENT_IN_FAKES[packet])
         if packet in _ONE_IN_FAKES:
             _separate(joint, node, *_ONE_IN_FAKES[packet])
         if packet in _BUFFERS:
@@ -55,9 +60,7 @@ def _packet(node: fx.Node) -> str:
 
 def _separate(joint: fx.GraphModule, node: fx.Node, first: int, second: int) -> None:
     """Give two equal results a storage each; where the step returns one of them twice, it returns each once."""
-    fake = node.meta["val"][second]
-    with fake.fake_mode:
-        _replace_result(node, second, torch.empty_like(fake))
+    _replace_by_fresh(node, second)
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if second not in items or first in items:
         return
@@ -81,6 +84,12 @@ def _correct_buffer(node: fx.Node, position: int) -> None:
         return
     with fake.fake_mode:
         _replace_result(node, position, torch.empty(size, dtype=dtype, device=fake.device))
+
+
+def _replace_by_fresh(node: fx.Node, position: int) -> None:
+    fake = node.meta["val"][position]
+    with fake.fake_mode:
+        _replace_result(node, position, torch.empty_like(fake))
 
 
 def _replace_result(node: fx.Node, position: int, value: torch.Tensor) -> None:

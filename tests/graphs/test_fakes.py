@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs import opaque
+from graphs import fakes
 from graphs.costs.profiled import profiled
 from graphs.grad_mode import call_recording
 from tests.capturing import capture_of
@@ -52,7 +52,7 @@ def test_the_backward_is_timed_on_a_buffer_that_its_forward_filled(capture, tmp_
 
 
 def test_a_kernel_that_fails_on_zeros_leaves_the_step_as_it_was(monkeypatch, caplog):
-    monkeypatch.setattr(opaque, "_real_buffer", lambda node, position: 1 // 0)
+    monkeypatch.setattr(fakes, "_real_buffer", lambda node, position: 1 // 0)
     captured = capture_of(nn.LSTM(16, 24), torch.zeros(12, 5, 16, requires_grad=True))
     assert captured.graph.storages[captured.storage_of[result_of(captured, FORWARD, 3)]].bytes == 0
     assert "is not known" in caplog.text
