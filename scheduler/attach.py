@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
-from scheduler.backend import Backend, Scheduled
+from scheduler.backend import Backend, Scheduled, forget_traced_values
 from scheduler.plan import Plan
 from scheduler.planner import Settings
 from scheduler.substitutes import needing_substitute, substituted
@@ -90,7 +90,7 @@ class Attachment:
         )
 
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            return self._unless_only_planning(backend(gm, example_inputs))
+            return self._unless_only_planning(backend(gm, example_inputs), gm)
 
         return torch.compile(_entry_point(self.module), backend=planned, fullgraph=True, dynamic=False)
 
@@ -98,10 +98,14 @@ class Attachment:
         self.plan = plan
         raise _PlannedWithoutRunningError
 
-    def _unless_only_planning(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _unless_only_planning(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        traced = [gm]
+
         def run(*inputs: Any) -> Any:
             if self.only_plan:
                 raise _PlannedWithoutRunningError
+            if traced:
+                forget_traced_values(traced.pop())
             return compiled(*inputs)
 
         return run

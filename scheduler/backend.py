@@ -75,9 +75,10 @@ class Backend:
         """Compile one Dynamo graph."""
         secondary = () if self.every_output else secondary_outputs(gm)
         compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
-        compiled = _torch.compile_joint(
-            detach_outputs(gm, secondary), example_inputs, compilation.partition, compilation.finish_backward
-        )
+        detached = detach_outputs(gm, secondary)
+        compiled = _torch.compile_joint(detached, example_inputs, compilation.partition, compilation.finish_backward)
+        if detached is not gm:
+            forget_traced_values(detached)
         scheduled, reach = compilation.scheduled, compilation.reach
         if scheduled is None or reach is None:  # nothing here is differentiated
             return compiled
@@ -162,6 +163,12 @@ class _Compilation:
         """Drop the gradients of what no output reaches that received one."""
         assert self.reach is not None
         return self.reach.only_reached(gradients)
+
+
+def forget_traced_values(gm: fx.GraphModule) -> None:
+    """Drop the values that Dynamo traced a graph with: their history holds real tensors, the numbers multiplied by."""
+    for node in gm.graph.nodes:
+        node.meta.pop("example_value", None)
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device:
