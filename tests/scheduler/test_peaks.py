@@ -180,12 +180,12 @@ def test_the_step_that_plans_holds_nothing_of_the_tracing():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Linear(8, 8)
+            self.inner = nn.Linear(64, 64)
 
         def forward(self, x):
             return self.inner(x).mul_(0.7).mul_(0.9).sin().mean()
 
-    model, x = Scaled(), torch.zeros(4, 8)
+    model, x = Scaled(), torch.zeros(512, 64)
     schedule(model, "100TB", costs="roofline")
     peaks = []
     for _ in range(2):
