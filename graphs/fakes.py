@@ -20,6 +20,7 @@ from torch import fx
 from graphs._torch import OpOverload, storage_identity
 from graphs.grad_mode import as_recorded
 from graphs.mutations import move_views
+from graphs.phases import is_tangent
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ _ONE_IN_FAKES: Final = {"aten.mkldnn_rnn_layer_backward": (3, 4)}
 
 
 def correct_fake_results(joint: fx.GraphModule) -> None:
-    """Give the results of ops in a joint graph the sizes, and the storages of their own, that they really have."""
+    """Give the values in a joint graph the sizes, and the storages of their own, that they really have."""
+    _separate_tangents(joint)
     for node in joint.graph.nodes:
         packet = _packet(node)
         if packet in _ARGUMENT_IN_FAKES:
@@ -84,6 +86,23 @@ def _correct_buffer(node: fx.Node, position: int) -> None:
         return
     with fake.fake_mode:
         _replace_result(node, position, torch.empty(size, dtype=dtype, device=fake.device))
+
+
+def _separate_tangents(joint: fx.GraphModule) -> None:
+    """Give the gradient of an output that is a view of an input its own storage: its fake looks at the input's."""
+    inputs: set[int] = set()
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        if not is_tangent(node):
+            inputs.add(storage_identity(value))
+        elif (shared := storage_identity(value)) in inputs:
+            with value.fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            move_views(node, shared)
 
 
 def _replace_by_fresh(node: fx.Node, position: int) -> None:

@@ -15,7 +15,7 @@ from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
 from scheduler.errors import parse_budget
 from scheduler.lower import Lowered, lower
-from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, secondary_outputs
+from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, held_gradients, secondary_outputs
 from scheduler.plan import Plan
 from scheduler.planner import Settings, make_plan
 from scheduler.static import static_memory
@@ -74,7 +74,7 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         secondary = () if self.every_output else secondary_outputs(gm)
-        compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
+        compilation = _Compilation(self, gm, example_inputs, secondary)
         detached = detach_outputs(gm, secondary)
         compiled = _torch.compile_joint(detached, example_inputs, compilation.partition, compilation.finish_backward)
         if detached is not gm:
@@ -120,10 +120,13 @@ class Backend:
 class _Compilation:
     """State of one compilation: AOTAutograd calls :meth:`partition` once, if the graph is differentiated."""
 
-    def __init__(self, backend: Backend, example_inputs: Sequence[Any], *, keeps_context: bool) -> None:
+    def __init__(
+        self, backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any], secondary: Sequence[int]
+    ) -> None:
         self.backend = backend
+        self.gm = gm
         self.example_inputs = example_inputs
-        self.keeps_context = keeps_context
+        self.secondary = secondary
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
 
@@ -140,6 +143,7 @@ class _Compilation:
             device=device,
             module_names=[name for name, _ in backend.module.named_modules()] if backend.module is not None else (),
             never_recompute=backend.settings.never_recompute,
+            held_gradients=held_gradients(self.gm, joint, self.secondary, device),
             name=type(backend.module).__name__ if backend.module is not None else "graph",
         )
         del joint_inputs
@@ -148,7 +152,7 @@ class _Compilation:
             module = backend.module if backend.module is not None else nn.Module()
             inputs = (self.example_inputs, backend.call_inputs())
             static = static_memory(module, inputs, backend.optimizer, device)
-            if self.keeps_context:
+            if self.secondary:
                 static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
             plan = make_plan(capture, static, backend.settings)
         else:
