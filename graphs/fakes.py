@@ -30,6 +30,15 @@ _BUFFERS: Final = {"aten.mkldnn_rnn_layer": 3, "aten._cudnn_rnn": 3, "aten.miope
 #: Ops whose result may be their argument in fakes, though the real one never is: its position.
 _ARGUMENT_IN_FAKES: Final = {"aten.native_dropout": 0}
 
+#: Normalisations that on CPU give statistics in the precision of their weight, and the weight's position: fakes give
+#: them in that of the input.
+_WEIGHT_OF_NORM: Final = {
+    "aten.native_layer_norm": 2,
+    "aten.native_group_norm": 1,
+    "aten.native_batch_norm": 1,
+    "aten._native_batch_norm_legit_functional": 1,
+}
+
 #: Ops of which two results may be one in fakes, though the real ones are two with equal values: their positions.
 _ONE_IN_FAKES: Final = {"aten.mkldnn_rnn_layer_backward": (3, 4)}
 
@@ -41,6 +50,8 @@ def correct_fake_results(joint: fx.GraphModule) -> None:
         packet = _packet(node)
         if packet in _ARGUMENT_IN_FAKES:
             _replace_by_fresh(node, _ARGUMENT_IN_FAKES[packet])
+        if packet in _WEIGHT_OF_NORM:
+            _widen_statistics(node, node.args[_WEIGHT_OF_NORM[packet]])
         if packet in _ONE_IN_FAKES:
             _separate(joint, node, *_ONE_IN_FAKES[packet])
         if packet in _BUFFERS:
@@ -86,6 +97,19 @@ def _correct_buffer(node: fx.Node, position: int) -> None:
         return
     with fake.fake_mode:
         _replace_result(node, position, torch.empty(size, dtype=dtype, device=fake.device))
+
+
+def _widen_statistics(node: fx.Node, weight: Any) -> None:
+    value = node.meta["val"][0]
+    if not isinstance(weight, fx.Node) or value.device.type != "cpu":
+        return
+    dtype = weight.meta["val"].dtype
+    if value.dtype not in (torch.bfloat16, torch.float16) or dtype is not torch.float32:
+        return
+    for position in (1, 2):
+        fake = node.meta["val"][position]
+        with fake.fake_mode:
+            _replace_result(node, position, torch.empty_like(fake, dtype=dtype))
 
 
 def _separate_tangents(joint: fx.GraphModule) -> None:
