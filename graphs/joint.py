@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from graphs import recomputability
 from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.accumulation import add_gradients_in_place
 from graphs.errors import UnsupportedModelError
+from graphs.fakes import correct_fake_results
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
 from graphs.modules import module_path_of, source_of
 from graphs.mutations import insert_snapshots
@@ -118,6 +120,7 @@ def capture_from_joint(
     device: torch.device,
     module_names: Iterable[str] = (),
     never_recompute: Sequence[str] = (),
+    held_gradients: Mapping[str, int] = MappingProxyType({}),
     name: str = "",
 ) -> Capture:
     """Build the training graph of a joint graph.
@@ -129,13 +132,22 @@ def capture_from_joint(
         device: whose memory is scheduled; storages elsewhere count 0 bytes.
         module_names: names from ``named_modules()``, to read module paths by.
         never_recompute: patterns of op names and module paths that must run once.
+        held_gradients: bytes of gradients that autograd holds beside the backward, by name.
         name: for messages.
 
     Raises:
         UnsupportedModelError: an op's result decides what the program does next, or a shape is symbolic.
 
     """
-    builder = _Builder(joint, num_forward_outputs, device, frozenset(module_names), tuple(never_recompute))
+    correct_fake_results(joint)
+    builder = _Builder(
+        joint,
+        num_forward_outputs,
+        device,
+        frozenset(module_names),
+        tuple(never_recompute),
+        held_gradients=held_gradients,
+    )
     return builder.build(input_kinds, name)
 
 
@@ -149,11 +161,14 @@ class _Builder:
         device: torch.device,
         module_names: frozenset[str],
         never_recompute: tuple[str, ...],
+        *,
+        held_gradients: Mapping[str, int],
     ) -> None:
         self.joint = joint
         self.device = device
         self.module_names = module_names
         self.never_recompute = never_recompute
+        self.held_gradients = held_gradients
         outputs = joint.graph.output_node().args[0]
         assert isinstance(outputs, list | tuple)
         self.forward_outputs = tuple(outputs[:num_forward_outputs])
@@ -315,6 +330,8 @@ class _Builder:
                 self.by_identity[identity] = self._new_storage(node.name, size, StorageKind.TANGENT, "")
                 outputs.append(self.by_identity[identity])
             self.storage_of[node] = self.by_identity[identity]
+        for name, size in self.held_gradients.items():
+            outputs.append(self._new_storage(name, size, StorageKind.GRADIENT, ""))
         self._append(
             Op(
                 len(self.ops),

@@ -43,7 +43,7 @@ PURE_NAMESPACES = frozenset({"aten", "prims"})
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws from a generator (ops with a dropout probability of 0 do not)."""
+    """Whether the op draws from a generator (attention and recurrent kernels with a dropout of 0 do not)."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -51,7 +51,7 @@ def is_random(node: fx.Node) -> bool:
         value = (
             node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
         )
-        if argument.name in ("dropout_p", "p", "dropout") and value == 0.0:
+        if argument.name in ("dropout_p", "dropout") and value == 0.0:  # native_dropout's p draws even at 0
             return False
         if argument.name == "train" and value is False:
             return False

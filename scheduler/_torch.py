@@ -164,10 +164,13 @@ def native_kernels() -> Iterator[None]:
 
 
 def _dropout_kernel(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Dropout as eager mode computes it: in 16 bits on CPU the scale is rounded, elsewhere the fused op serves."""
+    """Dropout as eager mode computes it; the fused op serves where the two agree.
+
+    In 16 bits on CPU eager mode rounds the scale. Where everything is dropped, it draws nothing.
+    """
 
     def kernel(x: torch.Tensor, p: float, train: bool) -> Any:  # noqa: FBT001 - the operator's schema
-        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        if p == 1 or (x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)):
             composite = torch._C.DispatchKey.CompositeImplicitAutograd
             return torch.ops.aten.dropout.default._op_dk(composite, x, p, train)
         return fused(x, p, train)

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
-from scheduler.backend import Backend, Scheduled
+from scheduler.backend import Backend, Scheduled, forget_traced_values
 from scheduler.first_step import end_measurements
 from scheduler.loss import ExternalLoss
 from scheduler.pieces import Pieces
@@ -113,7 +113,7 @@ class Attachment:
 
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
             self._captured[situation] += 1
-            return self._unless_only_planning(backend(gm, example_inputs))
+            return self._unless_only_planning(backend(gm, example_inputs), gm)
 
         return torch.compile(self._entry_point(), backend=planned, fullgraph=not self._may_break, dynamic=False)
 
@@ -129,10 +129,14 @@ class Attachment:
         self.plan = plan
         raise _PlannedWithoutRunningError
 
-    def _unless_only_planning(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _unless_only_planning(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        traced = [gm]
+
         def run(*inputs: Any) -> Any:
             if self.only_plan:
                 raise _PlannedWithoutRunningError
+            if traced:
+                forget_traced_values(traced.pop())
             return compiled(*inputs)
 
         return run

@@ -17,7 +17,7 @@ from scheduler.errors import parse_budget
 from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.memory import bytes_of, tensors_in
-from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, secondary_outputs
+from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, held_gradients, secondary_outputs
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings
@@ -92,14 +92,17 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         secondary = () if self.every_output or self.pieces is not None else secondary_outputs(gm)
-        compilation = _Compilation(self, example_inputs, keeps_context=bool(secondary))
+        compilation = _Compilation(self, gm, example_inputs, secondary)
+        detached = detach_outputs(gm, secondary)
         compiled = _torch.compile_joint(
-            detach_outputs(gm, secondary),
+            detached,
             example_inputs,
             compilation.partition,
             compilation.begin_backward,
             compilation.finish_backward,
         )
+        if detached is not gm:
+            forget_traced_values(detached)
         scheduled, reach = compilation.scheduled, compilation.reach
         if scheduled is None or reach is None:  # nothing here is differentiated
             return compiled
@@ -162,10 +165,13 @@ class Backend:
 class _Compilation:
     """State of one compilation: AOTAutograd calls :meth:`partition` once, if the graph is differentiated."""
 
-    def __init__(self, backend: Backend, example_inputs: Sequence[Any], *, keeps_context: bool) -> None:
+    def __init__(
+        self, backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any], secondary: Sequence[int]
+    ) -> None:
         self.backend = backend
+        self.gm = gm
         self.example_inputs = example_inputs
-        self.keeps_context = keeps_context
+        self.secondary = secondary
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
         self.first_step: FirstStep | None = None
@@ -183,6 +189,7 @@ class _Compilation:
             device=device,
             module_names=[name for name, _ in backend.module.named_modules()] if backend.module is not None else (),
             never_recompute=backend.settings.never_recompute,
+            held_gradients=held_gradients(self.gm, joint, self.secondary, device),
             name=type(backend.module).__name__ if backend.module is not None else "graph",
         )
         del joint_inputs
@@ -207,7 +214,7 @@ class _Compilation:
             return backend.pieces.plan(capture, common, bytes_of(tensors_in(self.example_inputs), device, seen))
         inputs = (self.example_inputs, backend.call_inputs())
         static = static_memory(backend.parts, inputs, backend.optimizer, device)
-        if self.keeps_context:
+        if self.secondary:
             static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
         return backend.remembered.plan(capture, static, backend.settings)
 
@@ -222,6 +229,12 @@ class _Compilation:
         if self.first_step is not None:
             self.first_step.backward_has_run()
         return self.reach.only_reached(gradients)
+
+
+def forget_traced_values(gm: fx.GraphModule) -> None:
+    """Drop the values that Dynamo traced a graph with: their history holds real tensors, the numbers multiplied by."""
+    for node in gm.graph.nodes:
+        node.meta.pop("example_value", None)
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs._torch import storage_identity
 from graphs.joint import storage_bytes
 from scheduler._torch import compiled_node_of
 
@@ -37,6 +38,38 @@ def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
             ancestors.add(node)
             pending.extend(node.all_input_nodes)
     return tuple(i for i, o in enumerate(outputs) if _requires_grad(o) and o in ancestors and o.op != "placeholder")
+
+
+def held_gradients(
+    gm: fx.GraphModule, joint: fx.GraphModule, secondary: Sequence[int], device: torch.device
+) -> dict[str, int]:
+    """Gradients of inputs that reach them past the compiled backward, in bytes by name.
+
+    An output that is a view of an input is made outside of the compiled function. The backward of the view runs first,
+    and the gradient of the whole input that it makes is held until the compiled backward brings the other share.
+
+    Args:
+        gm: the Dynamo graph.
+        joint: what was traced from it.
+        secondary: positions of outputs that are not differentiated.
+        device: whose memory counts.
+
+    """
+    tangents = [node.meta.get("desc") for node in joint.graph.nodes if node.name.startswith("tangents_")]
+    inside = {getattr(getattr(t, "output", None), "idx", None) for t in tangents} | set(secondary)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and _requires_grad(n)]
+    by_storage = {storage_identity(n.meta["example_value"]): n for n in inputs}
+    held: dict[str, int] = {}
+    for position, output in enumerate(_results(gm)):
+        if position in inside or not _requires_grad(output):
+            continue
+        source = by_storage.get(storage_identity(output.meta["example_value"]))
+        if source is not None:
+            value = source.meta["example_value"]
+            held[f"gradient of {source.name}"] = (
+                value.numel() * value.element_size() if value.device.type == device.type else 0
+            )
+    return held
 
 
 def detach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:

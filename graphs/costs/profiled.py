@@ -41,10 +41,8 @@ _RUNNABLE_NAMESPACES: Final = frozenset({"aten", "prims", "torchvision", "quanti
 """Ops that may run on made-up arguments. A custom op may have effects, wait for other processes, or take integers that
 must be valid in ways not known here (on CUDA an invalid one ends the process's context)."""
 
-_READ_WORKSPACES: Final = frozenset(
-    {"aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn_backward", "aten.miopen_rnn_backward"}
-)
-"""Ops that read what a library's forward left in an opaque buffer: made-up bytes there end the process."""
+_READ_WORKSPACES: Final = frozenset({"aten._cudnn_rnn_backward", "aten.miopen_rnn_backward"})
+"""Ops that read library states of which only some are filled by their forward: made-up bytes end the process."""
 
 
 def profiled(
@@ -213,7 +211,7 @@ def _reason_not_to_run(node: fx.Node) -> str | None:
     if name.partition(".")[0] not in _RUNNABLE_NAMESPACES:
         return "custom ops are not run on made-up arguments"
     if name in _READ_WORKSPACES:
-        return "it reads a buffer that only its forward can fill"
+        return "it reads states of a library that are not made up"
     return None
 
 

@@ -3,7 +3,7 @@
 Floating-point tensors are uniform in [0, 1): valid as probabilities, variances and weights. Booleans are fair coins.
 Integers are 0, but where the op looks something up by them: then they are uniform within the valid range, since an
 index outside it is an error on CPU and the end of the process's context on CUDA, and equal indices would make scattered
-additions collide.
+additions collide. A buffer that only a library's forward can fill is filled by running that forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import fx
 
 from graphs._torch import OpOverload, schema_of
 from graphs.costs.signature import packet_name
+from graphs.fakes import buffer_origin
+from graphs.grad_mode import as_recorded
 
 _BLOCK_ELEMENTS: Final = 1 << 20
 """Random values are drawn for this many elements and repeated: drawing 10^8 of them would take longer than the op."""
@@ -69,6 +71,8 @@ class Sampler:
     def _argument(self, node: fx.Node, bound: int) -> Any:
         if "val" not in node.meta:
             return _constant(node)
+        if (origin := buffer_origin(node)) is not None:
+            return self._filled(*origin)
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, bound)
@@ -77,6 +81,13 @@ class Sampler:
         if isinstance(value, list | tuple):
             return [self._tensor(v, bound) if isinstance(v, torch.Tensor) else v for v in value]
         return value
+
+    def _filled(self, maker: fx.Node, position: int) -> Any:
+        """A buffer that an op's kernel has written, from made-up arguments of that op."""
+        args, kwargs = self.arguments(maker)
+        assert callable(maker.target)
+        target, args = as_recorded(maker.target, args)
+        return target(*args, **kwargs)[position]
 
     def _place(self, device: torch.device) -> torch.device:
         if self._retarget or device.type in (self._device.type, "meta"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from scheduler import measure_peak, schedule
 from tests.models import MODELS, make_gpt, make_mlp
@@ -171,3 +172,23 @@ def test_measure_peak_sees_a_plain_step_shrink_under_checkpoint():
         lambda: step(lambda x: head(checkpoint_sequential(body, 4, x, use_reentrant=False))), resident=case.model
     ).peak_bytes
     assert recomputed < 0.8 * plain
+
+
+def test_the_step_that_plans_holds_nothing_of_the_tracing():
+    """A number that a tensor is multiplied by in place becomes a tensor, which the traced history would keep."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.inner(x).mul_(0.7).mul_(0.9).sin().mean()
+
+    model, x = Scaled(), torch.zeros(512, 64)
+    schedule(model, "100TB", costs="roofline")
+    peaks = []
+    for _ in range(2):
+        model.zero_grad()
+        peaks.append(measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes)
+    assert peaks[0] == peaks[1]

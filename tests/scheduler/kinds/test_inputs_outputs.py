@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from scheduler import measure_peak
 from tests.scheduler.kinds.comparing import (
     UNLIMITED,
     Wave,
@@ -300,3 +301,39 @@ def test_no_tensor_at_all():
             return self.weight.sin().exp().tanh().exp()
 
     compare(Alone, trained())
+
+
+class WithViews(nn.Module):
+    """A loss, and views of an input and of a parameter that the caller backpropagates through as well."""
+
+    def __init__(self, views):
+        super().__init__()
+        self.inner, self.weight, self.views = nn.Linear(32, 32), nn.Parameter(data(64, 32, seed=3)), views
+
+    def forward(self, x):
+        return (self.inner(x) * self.weight).sin().exp().tanh().mean(), *self.views(x, self.weight)
+
+
+RETURNED_VIEWS = {
+    "slices": lambda x, w: (x[:, :16], x[3:]),
+    "transposed": lambda x, w: (x.t(),),
+    "of input and parameter": lambda x, w: (x[:4], w.view(-1)),
+    "of a detached input": lambda x, w: (x.detach()[:4],),
+    "every column": lambda x, w: x.unbind(1),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED_VIEWS)
+def test_gradients_through_views_of_inputs_are_in_the_budget(name):
+    def make():
+        return WithViews(RETURNED_VIEWS[name])
+
+    def loss(outputs):
+        return sum(y.square().sum() for y in outputs)
+
+    x = data(64, 32, requires_grad=True)
+    model = compare(make, trained(x, loss=loss), recomputes=False)
+    model.zero_grad()
+    measured = measure_peak(lambda: loss(model(x)).backward(), resident=(model, x)).peak_bytes
+    assert measured <= model.plan.peak_bytes
+    assert model.plan.peak_bytes == pytest.approx(measured, rel=0.01)

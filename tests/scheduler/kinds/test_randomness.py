@@ -28,6 +28,12 @@ class Noisy(nn.Module):
 NOISES = {
     "dropout": lambda h: F.dropout(h, 0.3),
     "dropout that drops nothing": lambda h: F.dropout(h, 0.0) + h,
+    "dropout of everything": lambda h: F.dropout(h, 1.0) + h,
+    "dropout of everything, in place": lambda h: F.dropout(h.clone(), 1.0, inplace=True) + h,
+    "fused dropout that drops nothing": lambda h: torch.native_dropout(h, 0.0, train=True)[0],
+    "fused dropout of everything": lambda h: torch.native_dropout(h, 1.0, train=True)[0] + h,
+    "alpha dropout of everything": lambda h: F.alpha_dropout(h, 1.0, training=True) + h,
+    "feature dropout of everything": lambda h: F.dropout1d(h.unsqueeze(0), 1.0).squeeze(0) + h,
     "alpha dropout": lambda h: F.alpha_dropout(h, 0.2, training=True),
     "feature dropout": lambda h: F.dropout1d(h.unsqueeze(0), 0.4).squeeze(0),
     "in place": lambda h: F.dropout(h.clone(), 0.3, inplace=True),
@@ -53,27 +59,37 @@ def test_noise_at_the_floor(name):
     compare(lambda: Noisy(NOISES[name]), trained(data(12, 16)))
 
 
-@pytest.mark.xfail(strict=True, reason="eager draws nothing for p=1, the traced kernel does: the stream ends elsewhere")
-def test_dropout_of_everything():
-    compare(lambda: Noisy(lambda h: F.dropout(h, 1.0) + h), trained(data(12, 16)))
-
-
 @pytest.mark.parametrize("fraction", [MIDDLE, UNLIMITED])
 def test_noise_at_other_budgets(fraction):
     compare(lambda: Noisy(NOISES["dropout"]), trained(data(12, 16)), fraction=fraction, recomputes=False)
 
 
-def test_attention_dropout():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
+class Attention(nn.Module):
+    """Attention with dropout, by the function or (``heads``) by the module that is built on it."""
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).sin().chunk(3, -1)
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).tanh().exp()
+    def __init__(self, p, *, heads=False):
+        super().__init__()
+        self.qkv, self.p = nn.Linear(16, 48), p
+        self.heads = nn.MultiheadAttention(16, 2, dropout=p, batch_first=True) if heads else None
 
-    compare(Attention, trained(data(2, 12, 16)))
+    def forward(self, x):
+        q, k, v = self.qkv(x).sin().chunk(3, -1)
+        if self.heads is not None:
+            return self.heads(q, k, v)[0].tanh().exp()
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p).tanh().exp()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("heads", [False, True])
+def test_attention_dropout(p, heads):
+    compare(lambda: Attention(p, heads=heads), trained(data(2, 12, 16)), recomputes=False)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_in_eval(p):
+    compare(
+        lambda: layers(16, nn.Dropout(p), nn.AlphaDropout(p), nn.FeatureAlphaDropout(p)).eval(), trained(data(12, 16))
+    )
 
 
 def test_noise_of_a_generator_of_its_own():

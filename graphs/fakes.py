@@ -1,0 +1,181 @@
+"""Where the fake results of an op differ from what its kernel returns.
+
+The kernel of a recurrent layer hands its backward a buffer in a layout of its own, to which fake tensors give no bytes.
+So the kernel runs once for real, on zeros, which takes no more than the memory of one op, and its fake results are
+corrected.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from graphs._torch import OpOverload, storage_identity
+from graphs.grad_mode import as_recorded
+from graphs.mutations import move_views
+from graphs.phases import is_tangent
+
+logger = logging.getLogger(__name__)
+
+#: Ops that return such a buffer, and its position among their results.
+_BUFFERS: Final = {"aten.mkldnn_rnn_layer": 3, "aten._cudnn_rnn": 3, "aten.miopen_rnn": 3}
+
+#: Ops whose result may be their argument in fakes, though the real one never is: its position.
+_ARGUMENT_IN_FAKES: Final = {"aten.native_dropout": 0}
+
+#: Normalisations that on CPU give statistics in the precision of their weight, and the weight's position: fakes give
+#: them in that of the input.
+_WEIGHT_OF_NORM: Final = {
+    "aten.native_layer_norm": 2,
+    "aten.native_group_norm": 1,
+    "aten.native_batch_norm": 1,
+    "aten._native_batch_norm_legit_functional": 1,
+}
+
+#: Ops of which two results may be one in fakes, though the real ones are two with equal values: their positions.
+_ONE_IN_FAKES: Final = {"aten.mkldnn_rnn_layer_backward": (3, 4)}
+
+
+def correct_fake_results(joint: fx.GraphModule) -> None:
+    """Give the values in a joint graph the sizes, and the storages of their own, that they really have."""
+    _separate_tangents(joint)
+    for node in joint.graph.nodes:
+        packet = _packet(node)
+        if packet in _ARGUMENT_IN_FAKES:
+            _replace_by_fresh(node, _ARGUMENT_IN_FAKES[packet])
+        if packet in _WEIGHT_OF_NORM:
+            _widen_statistics(node, node.args[_WEIGHT_OF_NORM[packet]])
+        if packet in _ONE_IN_FAKES:
+            _separate(joint, node, *_ONE_IN_FAKES[packet])
+        if packet in _BUFFERS:
+            _correct_buffer(node, _BUFFERS[packet])
+
+
+def buffer_origin(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The op that fills a buffer of its own layout, and its position there, if ``node`` is one."""
+    if node.target is not operator.getitem:
+        return None
+    maker, position = node.args
+    assert isinstance(maker, fx.Node)
+    return (maker, position) if _BUFFERS.get(_packet(maker)) == position else None  # type: ignore[return-value]
+
+
+def _packet(node: fx.Node) -> str:
+    return str(node.target.overloadpacket) if isinstance(node.target, OpOverload) else ""
+
+
+def _separate(joint: fx.GraphModule, node: fx.Node, first: int, second: int) -> None:
+    """Give two equal results a storage each; where the step returns one of them twice, it returns each once."""
+    _replace_by_fresh(node, second)
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if second not in items or first in items:
+        return
+    output = joint.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    if results.count(items[second]) < 2:
+        return
+    with joint.graph.inserting_before(items[second]):
+        item = joint.graph.call_function(operator.getitem, (node, first))
+    item.meta = {**items[second].meta, "val": node.meta["val"][first]}
+    results[results.index(items[second])] = item
+    output.args = (results,)
+
+
+def _correct_buffer(node: fx.Node, position: int) -> None:
+    fake = node.meta["val"][position]
+    try:
+        size, dtype = _on_own_thread(functools.partial(_real_buffer, node, position))
+    except Exception as error:  # noqa: BLE001 - whatever the kernel raises on stand-ins, training may work
+        logger.warning("the size of the buffer that %s keeps for its backward is not known: %r", node.name, error)
+        return
+    with fake.fake_mode:
+        _replace_result(node, position, torch.empty(size, dtype=dtype, device=fake.device))
+
+
+def _widen_statistics(node: fx.Node, weight: Any) -> None:
+    value = node.meta["val"][0]
+    if not isinstance(weight, fx.Node) or value.device.type != "cpu":
+        return
+    dtype = weight.meta["val"].dtype
+    if value.dtype not in (torch.bfloat16, torch.float16) or dtype is not torch.float32:
+        return
+    for position in (1, 2):
+        fake = node.meta["val"][position]
+        with fake.fake_mode:
+            _replace_result(node, position, torch.empty_like(fake, dtype=dtype))
+
+
+def _separate_tangents(joint: fx.GraphModule) -> None:
+    """Give the gradient of an output that is a view of an input its own storage: its fake looks at the input's."""
+    inputs: set[int] = set()
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        if not is_tangent(node):
+            inputs.add(storage_identity(value))
+        elif (shared := storage_identity(value)) in inputs:
+            with value.fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            move_views(node, shared)
+
+
+def _replace_by_fresh(node: fx.Node, position: int) -> None:
+    fake = node.meta["val"][position]
+    with fake.fake_mode:
+        _replace_result(node, position, torch.empty_like(fake))
+
+
+def _replace_result(node: fx.Node, position: int, value: torch.Tensor) -> None:
+    values = list(node.meta["val"])
+    before = storage_identity(values[position])
+    values[position] = value
+    node.meta["val"] = tuple(values)
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == position:
+            user.meta["val"] = value
+            move_views(user, before)
+
+
+def _real_buffer(node: fx.Node, position: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def zeros(argument: fx.Node) -> torch.Tensor:
+        like = argument.meta["val"]
+        span = 0 if 0 in like.shape else 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+        return torch.zeros(span, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride())
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), zeros)
+    assert callable(node.target)
+    target, args = as_recorded(node.target, tuple(args))
+    with torch.no_grad():
+        buffer = target(*args, **kwargs)[position]
+    return tuple(buffer.shape), buffer.dtype
+
+
+def _on_own_thread(call: Callable[[], Any]) -> Any:
+    """Run a function where no tracing is: modes, autocast and profilers are bound to the thread that set them."""
+    threads = torch.get_num_threads()
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        try:
+            outcome.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
+            failure.append(error)
+
+    worker = threading.Thread(target=work, name="checkpoint-scheduler-buffers")
+    worker.start()
+    worker.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]
