@@ -1,4 +1,4 @@
-"""The portfolio that plans a training step: keep all where it fits, else moments, else walk, else by hand."""
+"""The portfolio that plans a training step: keep all where it fits, else moments, else chain, walk, and by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 
 from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bound
+from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
@@ -18,8 +19,9 @@ from solvers.strategies import BY_HAND
 
 _log = logging.getLogger(__name__)
 
-_Solver = Rematerialiser | ExactSolver | MomentsSolver
+_Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 
+_MOMENTS_SHARE = 0.6  # of the time limit; what finds plans at the lowest budgets comes after it
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
 
@@ -48,7 +50,7 @@ class AutoSolver:
             return keep_all
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
             return self._infeasible(problem, keep_all, start, None)
-        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.8).solve(problem)
+        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
         if moments.status is Status.INFEASIBLE:
             return self._infeasible(problem, moments, start, None)
         best = self._best(problem, moments, start)
@@ -70,7 +72,7 @@ class AutoSolver:
         best = moments
         if moments.status is Status.OPTIMAL:
             return best
-        others: list[_Solver] = [Rematerialiser()]
+        others: list[_Solver] = [ChainSolver(), Rematerialiser()]
         if len(problem.time_ns) <= _TINY:
             others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
         for solver in others:

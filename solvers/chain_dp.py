@@ -1,11 +1,11 @@
 """Optimal persistent schedules of a chain of regions, by dynamic programming over what is stored.
 
-For regions s..t, with the input of s stored and m bytes free beside it, the least time added is (Beaumont, Eyraud-Dubois,
-Herrmann, Joly, Shilova: "Optimal checkpointing for heterogeneous chains", 2019, with options for each region)
+For regions s..t, with the input of s stored and m bytes free beside it, the least time added is (Beaumont,
+Eyraud-Dubois, Herrmann, Joly, Shilova: "Optimal checkpointing for heterogeneous chains", 2019, with options per region)
 
     C(s,s,m) = min over turns k of s that fit m of                                            time_k
-    C(s,t,m) = min( min over s < q ≤ t of   sweep_s + … + sweep_(q-1) + C(q,t, m - a_q) + C(s,q-1,m),    store input of q
-                    min over passes k of s  time_k + C(s+1,t, m - kept_k) )                              keep option k
+    C(s,t,m) = min( min over s < q ≤ t of   sweep_s + … + sweep_(q-1) + C(q,t, m - a_q) + C(s,q-1,m),   store input of q
+                    min over passes k of s  time_k + C(s+1,t, m - kept_k) )                             keep option k
 
 where sweeps and the two halves of an option must fit m at their peaks, with the weight of what is resident at that time
 (:class:`solvers.chain.Chain`). Several levels of recomputation come out by themselves. Intervals that end with the last
@@ -21,7 +21,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from solvers.region_options import Option, Sweep
 

@@ -35,11 +35,11 @@ class ChainModel:
 
     """
 
-    def __init__(self, problem: Problem, chain: Chain) -> None:
+    def __init__(self, problem: Problem, chain: Chain, *, deadline: float = math.inf) -> None:
         """Find the options of all regions."""
         self.problem = problem
         self.chain = chain
-        options = RegionOptions(problem, chain)
+        options = RegionOptions(problem, chain, deadline=deadline)
         last = len(chain.regions) - 1
         stages = []
         for i, region in enumerate(chain.regions):
@@ -88,7 +88,7 @@ def chain_models(problem: Problem, *, deadline: float = math.inf) -> Iterator[Ch
         if chain is not None and chain not in seen:
             seen.add(chain)
             _log.debug("chain of %d regions, %d storages resident", len(chain.regions), len(chain.resident))
-            yield ChainModel(problem, chain)
+            yield ChainModel(problem, chain, deadline=deadline)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,7 @@ class ChainSolver:
         keep_all = StoreAllSolver().solve(problem)
         if keep_all.status is Status.OPTIMAL:
             return dataclasses.replace(keep_all, solver="chain")
-        plans = (
-            plan_within(model, problem) for model in chain_models(problem, deadline=start + self.time_limit_s)
-        )
+        plans = (plan_within(model, problem) for model in chain_models(problem, deadline=start + self.time_limit_s))
         found = [plan for plan in plans if plan is not None]
         return _solution(problem, min(found, key=lambda order: _time(problem, order)) if found else None, start)
 

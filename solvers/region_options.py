@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from solvers.chain import Chain, Region
 from solvers.extract import just_in_time
@@ -27,7 +29,8 @@ from solvers.simulate import with_frees
 from solvers.solution import Free
 
 _WALK_RULES = (RULES[0], RULES[4], RULES[2])
-_HALVINGS = 6  # in the search for the least live bytes
+_CLOSE = 0.01  # of the most live bytes: not worth a closer look
+_HALVINGS = 5  # in the search for the least live bytes
 _MODEL_S = 5.0
 _MOST_LEVELS = 10
 _LEVELS_IN_ALL = 120  # limits on what is kept, over all distinct regions
@@ -100,9 +103,11 @@ class LocalProblem:
 
 
 def local_problem(whole: Problem, chain: Chain, index: int, *, turn: bool, forward_only: bool = False) -> LocalProblem:
-    """The problem of region ``index``: turn, pass, or only its forward (what enters the next region is then live at
-    the end). A turn leaves out forward ops that its backward does not need, except in the last region, whose forward
-    has not been run before."""
+    """The problem of region ``index``: turn, pass, or only its forward.
+
+    Of the latter, what enters the next region is live at the end. A turn leaves out forward ops that its backward does
+    not need, except in the last region, whose forward has not been run before.
+    """
     region = chain.regions[index]
     last = index + 1 == len(chain.regions)
     passes = not turn and not forward_only
@@ -150,7 +155,7 @@ def _outlives(whole: Problem, s: int, region: Region) -> bool:
     which has ops that read it, and may use it to rebuild something.
     """
     readers = whole.readers[s]
-    if s in whole.live_at_end or (bool(readers) and bool(region.backward) and readers[-1] >= region.backward.stop):
+    if s in whole.live_at_end or (bool(readers) and readers[-1] >= region.backward.stop):
         return True
     return bool(readers) and s in region.entering and readers[0] < region.forward.start
 
@@ -216,9 +221,10 @@ def find_orders(local: LocalProblem, *, levels: int) -> list[tuple[int, ...]]:
         return [*orders, *_low_orders(problem.with_budget, 0, peak, levels)]
     most = _live(problem, keep_all)[local.barrier]
     least = sum(problem.storage_bytes[s] for s in {*problem.inputs[local.barrier], *problem.outputs[local.barrier]})
-    for level in range(levels):
-        limit = least + (most - least) * level // levels
-        orders.extend(_kept_within(local, limit))
+    limits = sorted({least + (most - least) * level // levels for level in range(levels)})
+    for level, limit in enumerate(limits):
+        if limit < most:
+            orders.extend(_kept_within(local, limit))
         if level % 3 == 0:
             orders.extend(_low_orders(_limited_at_barrier(local, limit), limit, max(peak, limit), 2))
     return orders
@@ -242,7 +248,7 @@ def _limited_at_barrier(local: LocalProblem, limit: int) -> Callable[[int], Prob
 
     def problem(budget: int) -> Problem:
         workspace = list(local.problem.workspace_bytes)
-        workspace[local.barrier] = budget - limit
+        workspace[local.barrier] = max(budget - limit, 0)
         return dataclasses.replace(local.problem, workspace_bytes=tuple(workspace), budget_bytes=budget)
 
     return problem
@@ -250,35 +256,45 @@ def _limited_at_barrier(local: LocalProblem, limit: int) -> Callable[[int], Prob
 
 def _low_orders(problem_at: Callable[[int], Problem], low: int, high: int, count: int) -> list[tuple[int, ...]]:
     """Orders for ``count`` budgets between the least that the walk gets by with and ``high``, the least included."""
-    orders: list[tuple[int, ...]] = []
+    problem = problem_at(high)
+    low = max(low, *(_demand(problem, op) for op in range(len(problem.time_ns))))
     floor = high
     for _ in range(_HALVINGS):
+        if floor - low <= _CLOSE * high:
+            break
         middle = (low + floor) // 2
-        found = _walks(problem_at(middle))
-        if found:
-            orders = found
-            floor = min(middle, min(max(_live(problem_at(middle), order)) for order in found))
-        else:
+        problem = problem_at(middle)
+        order = next(_walks(problem), None)
+        if order is None:
             low = middle
-    for level in range(1, count):
-        orders.extend(_walks(problem_at(floor + (high - floor) * level // count)))
+        else:
+            floor = max(_live(problem, order))
+    orders: list[tuple[int, ...]] = []
+    for budget in sorted({floor + (high - floor) * level // count for level in range(count)} - {high}):
+        orders.extend(_walks(problem_at(budget)))
     return orders
 
 
-def _walks(problem: Problem) -> list[tuple[int, ...]]:
+def _demand(problem: Problem, op: int) -> int:
+    """Bytes of what an op reads, makes and works with."""
+    storages = (*problem.inputs[op], *problem.outputs[op])
+    return sum(problem.storage_bytes[s] for s in storages) + problem.workspace_bytes[op]
+
+
+def _walks(problem: Problem) -> Iterator[tuple[int, ...]]:
     """What the strict-budget walk finds under several rules."""
-    found = []
     for rule in _WALK_RULES:
         try:
-            found.append(rematerialised_order(problem, rule=rule))
+            yield rematerialised_order(problem, rule=rule)
         except OutOfBudgetError:
             continue
-    return found
 
 
 def evaluate(whole: Problem, chain: Chain, index: int, local: LocalProblem, order: Sequence[int]) -> Option:
-    """The option that an order of a local problem is for region ``index``, whose ops may take other times than those
-    of the region that the order was found for."""
+    """The option that an order of a local problem is for region ``index``.
+
+    Its ops may take other times than those of the region that the order was found for.
+    """
     live = _live(local.problem, order)
     turn = local.barrier < 0
     split = len(order) if turn else order.index(local.barrier)
@@ -311,7 +327,7 @@ def evaluate(whole: Problem, chain: Chain, index: int, local: LocalProblem, orde
 
 
 def _needed_later(whole: Problem, forward: Sequence[int], backward: Sequence[int], leaving: set[int]) -> list[int]:
-    """Of the executions before the barrier those that make, by way of others or not, what is read after it or leaves."""
+    """Of the executions before the barrier those that make, directly or not, what is read after it or leaves."""
     wanted = set(leaving)
     made: set[int] = set()
     for op in backward:
@@ -349,8 +365,11 @@ def pareto(options: Sequence[Option]) -> tuple[Option, ...]:
 class RegionOptions:
     """Turns and passes of all regions of a chain; regions that differ in nothing but times share what is searched."""
 
-    def __init__(self, whole: Problem, chain: Chain) -> None:
-        """Search the distinct regions. The more there are, the fewer limits each is searched under."""
+    def __init__(self, whole: Problem, chain: Chain, *, deadline: float = math.inf) -> None:
+        """Search the distinct regions. The more there are, the fewer limits each is searched under.
+
+        After ``deadline`` (``time.perf_counter``), regions not searched yet are run without recomputation inside.
+        """
         self._orders: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         count = len(chain.regions)
         jobs = [(i, turn) for i in range(count) for turn in (True, False) if turn or i + 1 < count]
@@ -362,7 +381,9 @@ class RegionOptions:
         for (i, turn), local in locals_.items():
             form = _form(local)
             if form not in self._orders:
-                self._orders[form] = find_orders(local, levels=levels)
+                late = time.perf_counter() > deadline
+                keep_all = tuple(range(len(local.ops)))
+                self._orders[form] = [keep_all] if late else find_orders(local, levels=levels)
             options = pareto([evaluate(whole, chain, i, local, order) for order in self._orders[form]])
             (self.turns if turn else self.passes)[i] = options
 
