@@ -59,19 +59,24 @@ class ChainModel:
 
     def order(self, actions: Sequence[Action]) -> tuple[int, ...]:
         """The executions that a schedule of the chain stands for."""
-        order: list[int] = []
-        for action in actions:
-            match action:
-                case SweepForward(start=start, stop=stop, first=first):
-                    for i in range(start, stop):
-                        forward = self.stages[i].sweep
-                        assert forward is not None
-                        order.extend(self.chain.regions[i].forward if first else forward.again)
-                case Turn(option=option) | PassForward(option=option):
-                    order.extend(option.forward_order if action.first else option.forward_again)
-                case PassBackward(option=option):
-                    order.extend(option.backward_order)
-        return tuple(order)
+        return order_of(self.chain, self.stages, actions)
+
+
+def order_of(chain: Chain, stages: Sequence[Stage], actions: Sequence[Action]) -> tuple[int, ...]:
+    """The executions that a schedule of a chain stands for."""
+    order: list[int] = []
+    for action in actions:
+        match action:
+            case SweepForward(start=start, stop=stop, first=first):
+                for i in range(start, stop):
+                    forward = stages[i].sweep
+                    assert forward is not None
+                    order.extend(chain.regions[i].forward if first else forward.again)
+            case Turn(option=option) | PassForward(option=option):
+                order.extend(option.forward_order if action.first else option.forward_again)
+            case PassBackward(option=option):
+                order.extend(option.backward_order)
+    return tuple(order)
 
 
 def chain_models(problem: Problem, *, deadline: float = math.inf) -> Iterator[ChainModel]:

@@ -32,7 +32,7 @@ def uniform_chain(length):
 
 
 def forward_steps(length, checkpoints):
-    """Griewank and Walther (2000): least forward steps that reverse a chain, that of the first stage is stored apart."""
+    """Griewank and Walther (2000): least forward steps that reverse a chain, its input stored apart."""
     r = next(r for r in itertools.count() if math.comb(checkpoints + r, checkpoints) >= length)
     return r * length - math.comb(checkpoints + r, r - 1) if r else 0
 
