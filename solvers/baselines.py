@@ -8,6 +8,7 @@ at their best: storages are freed after their last use.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
@@ -25,15 +26,21 @@ from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status
 from solvers.strategies import Segment, blocks, checkpointed_order, joined
 
-_WEIGHTS = 24  # values of the price of a byte that the minimum cut is tried for
+_WEIGHTS = 20  # values of the price of a byte that the minimum cut is tried for
 _MOST_CHECKPOINTS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Baseline:
-    """A family of plans."""
+    """A family of plans.
+
+    Attributes:
+        time_limit_s: no further plan is tried after this.
+
+    """
 
     name: ClassVar[str]
+    time_limit_s: float = math.inf
 
     def orders(self, problem: Problem) -> Iterator[Sequence[int]]:
         """The orders of executions of the family."""
@@ -49,6 +56,8 @@ class _Baseline:
         least = None
         tried: set[tuple[int, ...]] = set()
         for order in self.orders(problem):
+            if tried and time.perf_counter() - started > self.time_limit_s:
+                break
             if tuple(order) in tried:
                 continue
             tried.add(tuple(order))
