@@ -97,8 +97,8 @@ class Floor:
 def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = math.inf) -> Floor:
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
-    Bisection between :func:`floor_lower_bound` and the keep-all peak by the strict-budget walk, to ``tolerance`` of the
-    latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
+    Bisection between :func:`floor_lower_bound` and the least known peak by the strict-budget walk, to ``tolerance`` of
+    the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
     are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The search
     starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each plan
     found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s`` has
@@ -107,13 +107,13 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
     keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
-    slack = tolerance * keep_all.peak_bytes
     ample = problem.with_budget(keep_all.peak_bytes)
     by_hand = [
         solution for solution in (strategy.solve(ample) for strategy in BY_HAND.values()) if solution.status.has_plan
     ]
     chain = least_peak(problem, deadline=start + _CHAIN_SHARE * time_limit_s)
     plan = min([keep_all, *by_hand, *((chain,) if chain else ())], key=lambda solution: solution.peak_bytes)
+    slack = tolerance * plan.peak_bytes
     rules = _FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
     for rule in rules:
         left = time_limit_s - (time.perf_counter() - start)
