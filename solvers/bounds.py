@@ -98,11 +98,11 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
     Bisection between :func:`floor_lower_bound` and the least known peak by the strict-budget walk, to ``tolerance`` of
-    the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
-    are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The search
-    starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each plan
-    found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s`` has
-    passed, after which no walk goes on and no model is begun.
+    the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops
+    there are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The
+    search starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each
+    plan found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s``
+    has passed, after which no walk goes on and no model is begun.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
