@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 _Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 
-_FLOOR_SHARE = 0.25  # of the time limit, where no strategy applied by hand fits
-_MOMENTS_SHARE = 0.5  # of the time limit; other solvers come after it
+_FLOOR_SHARE = 0.4  # of the time limit, where no strategy applied by hand fits
+_MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
 
