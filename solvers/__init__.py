@@ -3,6 +3,7 @@
 from solvers.auto import AutoSolver
 from solvers.bounds import Floor, FloorBound, find_floor, floor_lower_bound
 from solvers.brute_force import BruteForceSolver
+from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
@@ -18,6 +19,7 @@ __all__ = [
     "BlockCheckpoint",
     "BlockSegments",
     "BruteForceSolver",
+    "ChainSolver",
     "Compute",
     "EveryKthBlock",
     "ExactSolver",

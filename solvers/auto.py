@@ -1,4 +1,4 @@
-"""The portfolio that plans a training step: keep all where it fits, else moments, else walk, else by hand."""
+"""The portfolio that plans a training step: keep all where it fits, else moments, else chain, walk, and by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import logging
 import time
 
+from solvers.baselines import BASELINES
 from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bound
+from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
@@ -18,8 +20,10 @@ from solvers.strategies import BY_HAND
 
 _log = logging.getLogger(__name__)
 
-_Solver = Rematerialiser | ExactSolver | MomentsSolver
+_Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 
+_FLOOR_SHARE = 0.4  # of the time limit, where no strategy applied by hand fits
+_MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
 
@@ -48,12 +52,17 @@ class AutoSolver:
             return keep_all
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
             return self._infeasible(problem, keep_all, start, None)
-        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * 0.8).solve(problem)
+        by_hand = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
+        floor = None
+        if not by_hand:
+            floor = find_floor(problem, time_limit_s=self.time_limit_s * _FLOOR_SHARE)
+            by_hand = [floor.plan] if floor.bytes <= problem.budget_bytes else []
+        moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
         if moments.status is Status.INFEASIBLE:
-            return self._infeasible(problem, moments, start, None)
-        best = self._best(problem, moments, start)
+            return self._infeasible(problem, moments, start, None, floor)
+        best = self._best(problem, moments, by_hand, start)
         if not best.status.has_plan:
-            floor = find_floor(problem, time_limit_s=max(self._left(start), 1.0))
+            floor = floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
             if floor.bytes > problem.budget_bytes:
                 return self._infeasible(problem, moments, start, floor)
             best = floor.plan
@@ -65,21 +74,25 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _best(self, problem: Problem, moments: Solution, start: float) -> Solution:
-        """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap."""
+    def _best(self, problem: Problem, moments: Solution, known: list[Solution], start: float) -> Solution:
+        """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap.
+
+        ``known`` are plans found already, before they are pruned.
+        """
         best = moments
         if moments.status is Status.OPTIMAL:
             return best
-        others: list[_Solver] = [Rematerialiser()]
+        best = _fastest([best, *(pruned(problem, plan) for plan in known)])
+        others: list[_Solver] = [ChainSolver(), Rematerialiser()]
         if len(problem.time_ns) <= _TINY:
             others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
         for solver in others:
             if not self._within(best, moments.lower_bound_ns):
-                found = self._limited(solver, start).solve(problem)
-                if found.status.has_plan and (not best.status.has_plan or found.step_time_ns < best.step_time_ns):
-                    best = found
-        if not self._within(best, moments.lower_bound_ns):
-            best = min([best, *_by_hand(problem)], key=lambda s: (not s.status.has_plan, s.step_time_ns))
+                best = _fastest([best, self._limited(solver, start).solve(problem)])
+        for baseline in BASELINES.values():
+            if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
+                found = dataclasses.replace(baseline, time_limit_s=self._left(start)).solve(problem)
+                best = _fastest([best, pruned(problem, found)] if found.status.has_plan else [best])
         return best if best.status.has_plan else self._limited(LOW_BUDGET_SOLVER, start).solve(problem)
 
     def _limited(self, solver: _Solver, start: float) -> _Solver:
@@ -93,13 +106,15 @@ class AutoSolver:
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
 
-    def _infeasible(self, problem: Problem, found: Solution, start: float, floor: Floor | None) -> Solution:
+    def _infeasible(
+        self, problem: Problem, found: Solution, start: float, unproven: Floor | None, floor: Floor | None = None
+    ) -> Solution:
         """The answer without a plan: how much is needed, from both sides, and which op binds.
 
-        ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
+        ``unproven`` is what was found where infeasibility is not proven, ``None`` where it is; ``floor`` what is known.
         """
-        how = "no schedule fits" if floor is None else "no schedule was found that fits"
-        floor = floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
+        how = "no schedule fits" if unproven is None else "no schedule was found that fits"
+        floor = unproven or floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),
@@ -118,7 +133,6 @@ class AutoSolver:
         )
 
 
-def _by_hand(problem: Problem) -> list[Solution]:
-    """Plans of the strategies applied by hand that fit, without the recomputations that the budget leaves room for."""
-    found = (strategy.solve(problem) for strategy in BY_HAND.values())
-    return [pruned(problem, solution) for solution in found if solution.status.has_plan]
+def _fastest(solutions: list[Solution]) -> Solution:
+    """The fastest plan, the first of equal ones; the first solution where none has a plan."""
+    return min(solutions, key=lambda s: (not s.status.has_plan, s.step_time_ns if s.status.has_plan else 0))

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 
+from solvers.chain_solver import least_peak
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.prune import pruned
@@ -15,12 +16,13 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.strategies import BY_HAND
 
-LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=2.0)
+LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=1.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
 
 _FLOOR_RULES = (RULES[0], RULES[4])
 _MORE_FLOOR_RULES = (*_FLOOR_RULES, RULES[5], RULES[6], RULES[1])
 _MEDIUM = 500  # ops up to which the walk is tried under more rules
+_CHAIN_SHARE = 0.5  # of the time limit, after which no region is searched for the chain
 _SMALL = 50  # ops up to which models are solved for the floor, in a second or two
 
 
@@ -95,21 +97,23 @@ class Floor:
 def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = math.inf) -> Floor:
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
-    Bisection between :func:`floor_lower_bound` and the keep-all peak by the strict-budget walk, to ``tolerance`` of the
-    latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops there
-    are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The search
-    starts from the strategies applied by hand, and the peak of each plan found tightens it. The work is limited by
-    counts: the same problem has the same floor, unless ``time_limit_s`` has passed, after which no walk goes on.
+    Bisection between :func:`floor_lower_bound` and the least known peak by the strict-budget walk, to ``tolerance`` of
+    the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops
+    there are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The
+    search starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each
+    plan found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s``
+    has passed, after which no walk goes on and no model is begun.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
     keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
-    slack = tolerance * keep_all.peak_bytes
     ample = problem.with_budget(keep_all.peak_bytes)
     by_hand = [
         solution for solution in (strategy.solve(ample) for strategy in BY_HAND.values()) if solution.status.has_plan
     ]
-    plan = min([keep_all, *by_hand], key=lambda solution: solution.peak_bytes)
+    chain = least_peak(problem, deadline=start + _CHAIN_SHARE * time_limit_s)
+    plan = min([keep_all, *by_hand, *((chain,) if chain else ())], key=lambda solution: solution.peak_bytes)
+    slack = tolerance * plan.peak_bytes
     rules = _FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
     for rule in rules:
         left = time_limit_s - (time.perf_counter() - start)
@@ -123,7 +127,7 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     at_low = LOW_BUDGET_SOLVER.solve(problem.with_budget(lower.bytes))
     if at_low.status.has_plan:
         return Floor(at_low, lower)
-    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack)
+    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 
@@ -132,11 +136,12 @@ def _bisect(
     solver: MomentsSolver | Rematerialiser,
     interval: tuple[int, Solution],
     slack: float,
+    deadline: float = math.inf,
 ) -> tuple[int, Solution]:
     """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
     low, plan = interval
     proven = low
-    while plan.peak_bytes - low > slack:
+    while plan.peak_bytes - low > slack and time.perf_counter() < deadline:
         candidate = (low + plan.peak_bytes) // 2
         solution = solver.solve(problem.with_budget(candidate))
         if solution.status.has_plan:

@@ -121,7 +121,7 @@ class BlockSegments(_Strategy):
 
     def segments(self, problem: Problem) -> tuple[Segment, ...]:
         """One segment for each ``k`` blocks."""
-        return _joined(tuple(blocks(problem).values()), self.k)
+        return joined(tuple(blocks(problem).values()), self.k)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class SqrtSegments(_Strategy):
     def segments(self, problem: Problem) -> tuple[Segment, ...]:
         """Consecutive blocks, as many together as there are segments."""
         found = tuple(blocks(problem).values())
-        return _joined(found, max(1, math.isqrt(len(found))))
+        return joined(found, max(1, math.isqrt(len(found))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,7 +311,7 @@ def _reached(problem: Problem, kinds: Sequence[str], start: int, *, forward: boo
     return found
 
 
-def _joined(found: Sequence[Segment], k: int) -> tuple[Segment, ...]:
+def joined(found: Sequence[Segment], k: int) -> tuple[Segment, ...]:
     """Each ``k`` consecutive segments as one."""
     groups = (found[i : i + k] for i in range(0, len(found), k))
     return tuple(tuple(sorted(op for segment in group for op in segment)) for group in groups)
