@@ -15,7 +15,7 @@ from scheduler.plan import Plan
 from scheduler.planner import Solver, infeasible
 from scheduler.units import format_bytes
 from solvers.auto import AutoSolver
-from solvers.bounds import find_floor
+from solvers.bounds import Floor, find_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution
@@ -166,8 +166,13 @@ def least_budget(plan: Plan, *, time_limit_s: float = 60.0) -> MinimumBudget:
     )
 
 
-def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, ...]:
+def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS, *, floor: Floor | None = None) -> tuple[int, ...]:
     """``count`` budgets in equal steps from the least one with a plan to the keep-all peak, both included.
+
+    Args:
+        problem: whose budgets.
+        count: how many.
+        floor: of the problem, where it is known.
 
     Raises:
         ValueError: ``count`` is below 2.
@@ -175,7 +180,7 @@ def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS) -> tuple[int, 
     """
     if count < 2:
         raise ValueError(f"a sweep needs at least 2 budgets, and got {count}")
-    low = find_floor(problem).bytes
+    low = (floor or find_floor(problem)).bytes
     high = simulate(problem, store_all_steps(problem)).peak_bytes
     return tuple(low + (high - low) * i // (count - 1) for i in range(count))
 
@@ -187,6 +192,7 @@ def sweep(
     count: int = DEFAULT_POINTS,
     time_limit_s: float = 10.0,
     gap: float = 0.005,
+    floor: Floor | None = None,
     on_point: Callable[[], object] = lambda: None,
 ) -> Sweep:
     """Solve the step of a plan at many budgets.
@@ -201,11 +207,15 @@ def sweep(
         count: how many, where ``budgets`` is ``None``.
         time_limit_s: bound on each solve, in seconds.
         gap: as in :func:`replan`.
+        floor: of the step, where it is known: its plan serves where the time limit is too short to find one.
         on_point: called after each budget.
 
     """
     problem = plan.problem
-    chosen = sorted(set(budgets if budgets is not None else spread_budgets(problem, count)), reverse=True)
+    if budgets is None:
+        floor = floor or find_floor(problem)
+        budgets = spread_budgets(problem, count, floor=floor)
+    chosen = sorted(set(budgets), reverse=True)
     found: list[tuple[int, Solution]] = []
     bound = problem.keep_all_time_ns
     for budget in chosen:
@@ -216,8 +226,10 @@ def sweep(
             try:
                 solution = replan(plan, budget, time_limit_s=time_limit_s, gap=gap).solution
             except Infeasible:
-                on_point()
-                continue
+                if floor is None or floor.bytes > budget:
+                    on_point()
+                    continue
+                solution = floor.plan
             bound = max(bound, solution.lower_bound_ns)
             found.append((budget, dataclasses.replace(solution, lower_bound_ns=bound)))
         on_point()

@@ -9,25 +9,24 @@ from typing import Any
 from torch import nn
 
 from graphs.joint import Capture
-from scheduler import backend as backend_module
-from scheduler import schedule, unschedule
+from scheduler import remembered, schedule, unschedule
 
 
 @contextlib.contextmanager
 def recorded_captures() -> Iterator[list[Capture]]:
     """Within the context, every capture that a backend plans is listed."""
     captures: list[Capture] = []
-    original = backend_module.make_plan
+    original = remembered.make_plan
 
     def recording(capture: Capture, *args: Any, **kwargs: Any) -> Any:
         captures.append(capture)
         return original(capture, *args, **kwargs)
 
-    backend_module.make_plan = recording
+    remembered.make_plan = recording
     try:
         yield captures
     finally:
-        backend_module.make_plan = original
+        remembered.make_plan = original
 
 
 def capture_of(module: nn.Module, *args: Any, never_recompute: Sequence[str] = (), **kwargs: Any) -> Capture:

@@ -17,6 +17,7 @@ from scheduler.cli.source import StepSource
 from scheduler.replan import DEFAULT_POINTS, Sweep, spread_budgets
 from scheduler.replan import sweep as sweep_plan
 from scheduler.units import format_bytes, format_time
+from solvers.bounds import find_floor
 
 NAME = "sweep"
 
@@ -52,9 +53,10 @@ def run(
         )
         plan = plan_step(source, None, device=options.device_name(device))
     with working("looking for the least budget"):
-        chosen = spread_budgets(plan.problem, budgets)
+        floor = find_floor(plan.problem)
+        chosen = spread_budgets(plan.problem, budgets, floor=floor)
     with progress("solving", len(chosen)) as advance:
-        found = sweep_plan(plan, chosen, time_limit_s=time_limit, gap=gap, on_point=advance)
+        found = sweep_plan(plan, chosen, time_limit_s=time_limit, gap=gap, floor=floor, on_point=advance)
     if csv_file is not None:
         csv_file.write_text(to_csv(found), encoding="utf-8")
         note(f"wrote {csv_file}")
