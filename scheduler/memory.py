@@ -6,6 +6,7 @@ what was allocated before the step is counted from the objects that the caller n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -65,22 +66,35 @@ def measure_peak(
         RuntimeError: on CPU, a profiler is already running in this process.
 
     """
-    gc.collect()  # garbage of earlier steps, freed within this one, would count as memory that this one gave back
     tensors = list(_tensors_in(resident))
     where = torch.device(device) if device is not None else (tensors[0].device if tensors else torch.device("cpu"))
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         torch.cuda.reset_peak_memory_stats(where)
         baseline = torch.cuda.memory_allocated(where)
-        kept = step()
+        with _garbage_stays():
+            kept = step()
         torch.cuda.synchronize(where)
         peak = torch.cuda.max_memory_allocated(where)
         del kept
         return PeakMemory(baseline, peak - baseline)
     baseline = bytes_of(tensors, where)
-    kept, deltas = record_cpu_memory(step)
+    with _garbage_stays():
+        kept, deltas = record_cpu_memory(step)
     del kept
     return PeakMemory(baseline, max(itertools.accumulate(deltas, initial=0)))
+
+
+@contextlib.contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Collect no cycles: those of earlier steps, freed in this one, would count as memory that this one gave back."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int] | None = None) -> int:

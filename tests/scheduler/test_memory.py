@@ -1,5 +1,7 @@
 """Measuring peaks."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,18 @@ def test_free_memory_is_positive():
 def test_peak_on_cuda():
     measured = measure_peak(lambda: torch.zeros(1 << 20, device="cuda"), device="cuda")
     assert measured.increase_bytes == 4 << 20
+
+
+def test_no_garbage_is_collected_while_measuring():
+    """Cycles of an earlier step that are freed in this one would count as memory that this one gave back."""
+    seen = []
+    measure_peak(lambda: seen.append(gc.isenabled()))
+    assert seen == [False]
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="in the step"):
+        measure_peak(failing_step)
+    assert gc.isenabled()
+
+
+def failing_step():
+    raise ValueError("in the step")
