@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 _Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 
-_FLOOR_SHARE = 0.4  # of the time limit, where no strategy applied by hand fits
+_FLOOR_SHARE = 0.4  # of the time limit
+_FLOOR_S = 10.0  # at least: more than the search takes on all but large problems
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
@@ -33,7 +34,7 @@ class AutoSolver:
     """Best plan and best bound of the solvers that suit the problem. Deterministic unless the time limit is hit.
 
     Attributes:
-        time_limit_s: wall-clock limit of the whole solve.
+        time_limit_s: wall-clock limit of the whole solve; looking for the floor may take 10 s where that is more.
         gap: a plan is ``OPTIMAL`` when (step time − lower bound) / lower bound is at most this; the search stops there.
 
     """
@@ -55,14 +56,14 @@ class AutoSolver:
         by_hand = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
         floor = None
         if not by_hand:
-            floor = find_floor(problem, time_limit_s=self.time_limit_s * _FLOOR_SHARE)
+            floor = self._floor(problem)
             by_hand = [floor.plan] if floor.bytes <= problem.budget_bytes else []
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
         if moments.status is Status.INFEASIBLE:
             return self._infeasible(problem, moments, start, None, floor)
         best = self._best(problem, moments, by_hand, start)
         if not best.status.has_plan:
-            floor = floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
+            floor = floor or self._floor(problem)
             if floor.bytes > problem.budget_bytes:
                 return self._infeasible(problem, moments, start, floor)
             best = floor.plan
@@ -103,6 +104,10 @@ class AutoSolver:
         """Whether there is a plan that is at most the gap that was asked for above the bound."""
         return plan.status.has_plan and plan.step_time_ns - bound_ns <= self.gap * bound_ns
 
+    def _floor(self, problem: Problem) -> Floor:
+        """The floor, searched alike whatever the budget: a budget that an ``INFEASIBLE`` answer names has a plan."""
+        return find_floor(problem, time_limit_s=max(self.time_limit_s * _FLOOR_SHARE, _FLOOR_S))
+
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
 
@@ -114,7 +119,7 @@ class AutoSolver:
         ``unproven`` is what was found where infeasibility is not proven, ``None`` where it is; ``floor`` what is known.
         """
         how = "no schedule fits" if unproven is None else "no schedule was found that fits"
-        floor = unproven or floor or find_floor(problem, time_limit_s=max(self._left(start), 1.0))
+        floor = unproven or floor or self._floor(problem)
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),

@@ -16,13 +16,14 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.strategies import BY_HAND
 
-LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=1.0)
+LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
 """Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
 
 _FLOOR_RULES = (RULES[0], RULES[4])
 _MORE_FLOOR_RULES = (*_FLOOR_RULES, RULES[5], RULES[6], RULES[1])
 _MEDIUM = 500  # ops up to which the walk is tried under more rules
 _CHAIN_SHARE = 0.5  # of the time limit, after which no region is searched for the chain
+_SMALL_SOLVER = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=0.3)  # one of a dozen such solves
 _SMALL = 50  # ops up to which models are solved for the floor, in a second or two
 
 
@@ -99,7 +100,7 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
 
     Bisection between :func:`floor_lower_bound` and the least known peak by the strict-budget walk, to ``tolerance`` of
     the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops
-    there are. Small problems are then searched by :data:`LOW_BUDGET_SOLVER`, whose proofs raise the lower bound. The
+    there are. Small problems are then searched by the moments solver, whose proofs raise the lower bound. The
     search starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each
     plan found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s``
     has passed, after which no walk goes on and no model is begun.
@@ -124,10 +125,10 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     plan = pruned(problem.with_budget(plan.peak_bytes), plan)
     if len(problem.time_ns) > _SMALL:
         return Floor(plan, lower)
-    at_low = LOW_BUDGET_SOLVER.solve(problem.with_budget(lower.bytes))
+    at_low = _SMALL_SOLVER.solve(problem.with_budget(lower.bytes))
     if at_low.status.has_plan:
         return Floor(at_low, lower)
-    proven, plan = _bisect(problem, LOW_BUDGET_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
+    proven, plan = _bisect(problem, _SMALL_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from torch import nn
 
 from scheduler import Infeasible, Plan, measure_peak, schedule, unschedule
@@ -79,6 +80,22 @@ class ScheduledRun:
     differences: list[str]
     plan: Plan
     peaks: list[int]
+
+
+def every_model() -> Iterator[Any]:
+    """The test models as parameters; the tests of one model run in the same worker, which plans and trains it once."""
+    for name in MODELS:
+        yield pytest.param(name, id=name, marks=pytest.mark.xdist_group(name))
+
+
+def every_model_and_budget() -> Iterator[Any]:
+    """Each test model at each of :data:`FRACTIONS`; of the largest, two of them only in the slow run."""
+    for name in MODELS:
+        for fraction in FRACTIONS:
+            marks = [pytest.mark.xdist_group(name)]
+            if name == "resnet50" and fraction in (0.25, 0.75):
+                marks.append(pytest.mark.slow)
+            yield pytest.param(name, fraction, id=f"{name}-{fraction}", marks=marks)
 
 
 @functools.cache

@@ -28,9 +28,9 @@ def batch(rows=256):
 
 def at_the_floor(model, x):
     with pytest.raises(Infeasible) as raised:
-        schedule(model, 1e-9, sample_args=(x,), costs="roofline", time_limit_s=5)
+        schedule(model, 1e-9, sample_args=(x,), costs="roofline", time_limit_s=1)
     budget = f"{int(raised.value.floor_bytes * 1.01)}B"
-    return schedule(model, budget, sample_args=(x,), costs="roofline", time_limit_s=5)
+    return schedule(model, budget, sample_args=(x,), costs="roofline", time_limit_s=1)
 
 
 def step(model, x):

@@ -10,8 +10,18 @@ import torch
 from torch import nn
 
 from scheduler import schedule
-from tests.models import MODELS, make_gpt, make_mlp, make_unet
-from tests.planning import FRACTIONS, TIME_LIMIT_S, UNLIMITED, bounded, model_range, range_of, run_under, scheduled_run
+from tests.models import make_gpt, make_mlp, make_unet
+from tests.planning import (
+    TIME_LIMIT_S,
+    UNLIMITED,
+    bounded,
+    every_model,
+    every_model_and_budget,
+    model_range,
+    range_of,
+    run_under,
+    scheduled_run,
+)
 from tests.training import TrainingOptions, compare_training
 
 
@@ -23,13 +33,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "fraction"), every_model_and_budget())
 def test_training_is_bitwise_the_plain_one(name, fraction):
     assert scheduled_run(name, fraction).differences == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_model())
 def test_the_floor_budget_recomputes(name):
     """Otherwise the comparison above would compare nothing."""
     plan = scheduled_run(name, 0.0).plan

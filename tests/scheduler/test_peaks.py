@@ -9,9 +9,10 @@ from torch import nn
 from scheduler import measure_peak, schedule
 from tests.models import MODELS, make_gpt, make_mlp
 from tests.planning import (
-    FRACTIONS,
     TIME_LIMIT_S,
     UNLIMITED,
+    every_model,
+    every_model_and_budget,
     exactly,
     measured_peak,
     model_range,
@@ -35,8 +36,7 @@ def assert_peak(measured: int, plan) -> None:
     assert abs(error) <= 0.01, f"{plan.peak_bytes:,} B predicted, {measured:,} B measured: {error:+.2%}"
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "fraction"), every_model_and_budget())
 def test_every_step_is_within_budget_and_as_predicted(name, fraction):
     run = scheduled_run(name, fraction)
     assert len(run.peaks) == 3
@@ -44,14 +44,14 @@ def test_every_step_is_within_budget_and_as_predicted(name, fraction):
         assert_peak(measured, run.plan)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_model())
 def test_keep_all_is_no_more_than_plain(name):
     """What a schedule without recompute needs is bounded by what plain training needs."""
     case = MODELS[name]()
     assert model_range(name).keep_all_peak_bytes <= 1.01 * measured_peak(case.model, case)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_model())
 def test_the_floor_is_below_the_peak(name):
     range_ = model_range(name)
     assert range_.floor_bytes < range_.keep_all_peak_bytes

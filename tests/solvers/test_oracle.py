@@ -96,9 +96,13 @@ def test_the_graphs_leave_something_to_decide(shape):
 
 # Rates measured over 100 graphs each; the floors below leave room for another version of HiGHS.
 @pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("solver", [MomentsSolver(gap=0.0), AutoSolver(gap=0.0)], ids=lambda s: type(s).__name__)
-def test_bound_optimum_plan(solver, shape, record_property):
-    facts = campaign(solver, shape, 0, GRAPHS_PER_SHAPE, record_property)
+@pytest.mark.parametrize(
+    ("solver", "count"),
+    [(MomentsSolver(gap=0.0), GRAPHS_PER_SHAPE), (AutoSolver(gap=0.0), GRAPHS_PER_SHAPE // 3)],
+    ids=["MomentsSolver", "AutoSolver"],
+)
+def test_bound_optimum_plan(solver, count, shape, record_property):
+    facts = campaign(solver, shape, 0, count, record_property)
     assert facts["bound equal"] >= 0.85 * facts["feasible"]
     assert facts["plan equal"] >= 0.85 * facts["feasible"]
 

@@ -105,6 +105,7 @@ def test_the_whole_step_keeps_the_budget():
         assert plan_of(model).static[OTHER_PIECES] > 0
 
 
+@pytest.mark.slow
 def test_the_first_steps_keep_the_least_budget():
     model = schedule(made(), f"{least_budget()}B", costs="roofline", allow_graph_breaks=True, time_limit_s=1)
     assert max(peaks(model, 2)) <= least_budget()
