@@ -7,7 +7,7 @@ import logging
 import time
 
 from solvers.baselines import BASELINES
-from solvers.bounds import LOW_BUDGET_SOLVER, Floor, find_floor, floor_lower_bound
+from solvers.bounds import Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
@@ -53,20 +53,18 @@ class AutoSolver:
             return keep_all
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
             return self._infeasible(problem, keep_all, start, None)
-        by_hand = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
-        floor = None
-        if not by_hand:
-            floor = self._floor(problem)
-            by_hand = [floor.plan] if floor.bytes <= problem.budget_bytes else []
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
         if moments.status is Status.INFEASIBLE:
-            return self._infeasible(problem, moments, start, None, floor)
-        best = self._best(problem, moments, by_hand, start)
-        if not best.status.has_plan:
-            floor = floor or self._floor(problem)
-            if floor.bytes > problem.budget_bytes:
-                return self._infeasible(problem, moments, start, floor)
-            best = floor.plan
+            return self._infeasible(problem, moments, start, None)
+        best = moments
+        if moments.status is not Status.OPTIMAL:
+            known = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
+            if not known and not moments.status.has_plan:
+                floor = self._floor(problem)
+                if floor.bytes > problem.budget_bytes:
+                    return self._infeasible(problem, moments, start, floor)
+                known = [floor.plan]
+            best = self._best(problem, moments, known, start)
         return dataclasses.replace(
             best,
             status=Status.OPTIMAL if self._within(best, moments.lower_bound_ns) else Status.FEASIBLE,
@@ -80,10 +78,7 @@ class AutoSolver:
 
         ``known`` are plans found already, before they are pruned.
         """
-        best = moments
-        if moments.status is Status.OPTIMAL:
-            return best
-        best = _fastest([best, *(pruned(problem, plan) for plan in known)])
+        best = _fastest([moments, *(pruned(problem, plan) for plan in known)])
         others: list[_Solver] = [ChainSolver(), Rematerialiser()]
         if len(problem.time_ns) <= _TINY:
             others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
@@ -94,7 +89,7 @@ class AutoSolver:
             if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
                 found = dataclasses.replace(baseline, time_limit_s=self._left(start)).solve(problem)
                 best = _fastest([best, pruned(problem, found)] if found.status.has_plan else [best])
-        return best if best.status.has_plan else self._limited(LOW_BUDGET_SOLVER, start).solve(problem)
+        return best
 
     def _limited(self, solver: _Solver, start: float) -> _Solver:
         """The solver with no more time than is left, a second at least."""
@@ -111,15 +106,13 @@ class AutoSolver:
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
 
-    def _infeasible(
-        self, problem: Problem, found: Solution, start: float, unproven: Floor | None, floor: Floor | None = None
-    ) -> Solution:
+    def _infeasible(self, problem: Problem, found: Solution, start: float, floor: Floor | None) -> Solution:
         """The answer without a plan: how much is needed, from both sides, and which op binds.
 
-        ``unproven`` is what was found where infeasibility is not proven, ``None`` where it is; ``floor`` what is known.
+        ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
         """
-        how = "no schedule fits" if unproven is None else "no schedule was found that fits"
-        floor = unproven or floor or self._floor(problem)
+        how = "no schedule fits" if floor is None else "no schedule was found that fits"
+        floor = floor or self._floor(problem)
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),

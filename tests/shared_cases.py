@@ -28,7 +28,7 @@ LEVELS = ("floor", "middle", "unlimited")
 UNLIMITED = "100TB"
 
 # Longest search for a plan of these small models.
-TIME_LIMIT_S = 2.0
+TIME_LIMIT_S = 1.0
 
 
 @functools.cache

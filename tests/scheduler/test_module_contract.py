@@ -22,7 +22,7 @@ small_mlp = functools.partial(make_mlp, batch=64, features=8, width=16, layers=3
 @functools.cache
 def half_budget() -> str:
     """A budget at which the small MLP recomputes."""
-    return range_of(small_mlp()).at(0.25)
+    return range_of(small_mlp()).at(0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.training import TrainingOptions, differences, train
 from tests.zoo.registry import ZOO
 
 LEVELS = ("floor", "middle", "unlimited")
-OPTIONS: dict[str, Any] = {"time_limit_s": 2.0}
+OPTIONS: dict[str, Any] = {"time_limit_s": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
