@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow and not cuda"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not cuda"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow or cuda"

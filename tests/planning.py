@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,20 +82,26 @@ class ScheduledRun:
     peaks: list[int]
 
 
-def every_model() -> Iterator[Any]:
-    """The test models as parameters; the tests of one model run in the same worker, which plans and trains it once."""
-    for name in MODELS:
-        yield pytest.param(name, id=name, marks=pytest.mark.xdist_group(name))
+def every_model_and_budget() -> list[Any]:
+    """Each test model at each of :data:`FRACTIONS`; every run takes the floor and the middle, of the largest the floor.
 
-
-def every_model_and_budget() -> Iterator[Any]:
-    """Each test model at each of :data:`FRACTIONS`; of the largest, three of them only in the slow run."""
+    The others are slow: most of the time goes into tracing and timing ops.
+    """
+    found = []
     for name in MODELS:
         for fraction in FRACTIONS:
-            marks = [pytest.mark.xdist_group(name)]
-            if name == "resnet50" and fraction not in (0.0, 0.5):
-                marks.append(pytest.mark.slow)
-            yield pytest.param(name, fraction, id=f"{name}-{fraction}", marks=marks)
+            quick = fraction == 0.0 or (fraction == 0.5 and name != "resnet50")
+            found.append(
+                pytest.param(name, fraction, id=f"{name}-{fraction}", marks=[] if quick else [pytest.mark.slow])
+            )
+    return found
+
+
+def assert_peak(measured: int, plan: Plan) -> None:
+    """The budget held, and the predicted peak is within 1 % of the measured one."""
+    assert measured <= plan.budget_bytes, f"{measured:,} B measured, {plan.budget_bytes:,} B allowed"
+    error = plan.peak_bytes / measured - 1
+    assert abs(error) <= 0.01, f"{plan.peak_bytes:,} B predicted, {measured:,} B measured: {error:+.2%}"
 
 
 @functools.cache

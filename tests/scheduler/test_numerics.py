@@ -14,8 +14,8 @@ from tests.models import make_gpt, make_mlp, make_unet
 from tests.planning import (
     TIME_LIMIT_S,
     UNLIMITED,
+    assert_peak,
     bounded,
-    every_model,
     every_model_and_budget,
     model_range,
     range_of,
@@ -34,16 +34,15 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("name", "fraction"), every_model_and_budget())
-def test_training_is_bitwise_the_plain_one(name, fraction):
-    assert scheduled_run(name, fraction).differences == []
-
-
-@pytest.mark.parametrize("name", every_model())
-def test_the_floor_budget_recomputes(name):
-    """Otherwise the comparison above would compare nothing."""
-    plan = scheduled_run(name, 0.0).plan
-    assert not plan.is_noop
-    assert plan.overhead > 0
+def test_every_step_is_bitwise_the_plain_one_within_the_budget_and_as_predicted(name, fraction):
+    run = scheduled_run(name, fraction)
+    assert run.differences == []
+    assert len(run.peaks) == 3
+    for measured in run.peaks:  # the first scheduled step included
+        assert_peak(measured, run.plan)
+    if fraction == 0.0:  # otherwise this would compare nothing
+        assert run.plan.overhead > 0
+        assert not run.plan.is_noop
 
 
 def test_planned_on_the_first_call():

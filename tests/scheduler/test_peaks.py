@@ -11,13 +11,11 @@ from tests.models import MODELS, make_gpt, make_mlp
 from tests.planning import (
     TIME_LIMIT_S,
     UNLIMITED,
-    every_model,
-    every_model_and_budget,
+    assert_peak,
     exactly,
     measured_peak,
     model_range,
     range_of,
-    scheduled_run,
 )
 from tests.training import move_batch
 
@@ -30,31 +28,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def assert_peak(measured: int, plan) -> None:
-    assert measured <= plan.budget_bytes, f"{measured:,} B measured, {plan.budget_bytes:,} B allowed"
-    error = plan.peak_bytes / measured - 1
-    assert abs(error) <= 0.01, f"{plan.peak_bytes:,} B predicted, {measured:,} B measured: {error:+.2%}"
-
-
-@pytest.mark.parametrize(("name", "fraction"), every_model_and_budget())
-def test_every_step_is_within_budget_and_as_predicted(name, fraction):
-    run = scheduled_run(name, fraction)
-    assert len(run.peaks) == 3
-    for measured in run.peaks:  # the first scheduled step included
-        assert_peak(measured, run.plan)
-
-
-@pytest.mark.parametrize("name", every_model())
+@pytest.mark.parametrize(
+    "name", [name if name in ("mlp", "gpt") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_keep_all_is_no_more_than_plain(name):
-    """What a schedule without recompute needs is bounded by what plain training needs."""
+    """What a schedule without recompute needs is bounded by what plain training needs; its floor is below that."""
+    assert model_range(name).floor_bytes < model_range(name).keep_all_peak_bytes
     case = MODELS[name]()
     assert model_range(name).keep_all_peak_bytes <= 1.01 * measured_peak(case.model, case)
-
-
-@pytest.mark.parametrize("name", every_model())
-def test_the_floor_is_below_the_peak(name):
-    range_ = model_range(name)
-    assert range_.floor_bytes < range_.keep_all_peak_bytes
 
 
 def test_first_call_plans_and_stays_within_budget():

@@ -30,11 +30,11 @@ def _levels_of(names):
             yield pytest.param(name, level, id=f"{name}-{level}", marks=[] if fast else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "level"), _levels_of(PATHS))
+@pytest.mark.parametrize(("name", "level"), list(_levels_of(PATHS)))
 def test_case(name, level):
     assert run_case(name, level) == "ok"
 
 
-@pytest.mark.parametrize(("name", "level"), _levels_of(load("situations").CHECKS))
+@pytest.mark.parametrize(("name", "level"), list(_levels_of(load("situations").CHECKS)))
 def test_situation(name, level):
     run_situation(name, level)

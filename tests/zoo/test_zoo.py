@@ -28,7 +28,7 @@ def _parameters():
                 yield pytest.param(name, level, id=f"{name}-{level}", marks=[] if fast else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "level"), _parameters())
+@pytest.mark.parametrize(("name", "level"), list(_parameters()))
 def test_trains_as_plain_within_the_budget(name, level):
     failures = assess(name, budgets_of(name)[level]).failures()
     assert not failures, "\n".join(failures[:10])

@@ -112,6 +112,7 @@ def test_the_first_steps_keep_the_least_budget():
     assert plan_of(model).peak_bytes <= least_budget()
 
 
+@pytest.mark.slow
 def test_ample_memory_is_used_from_the_second_step_on():
     model = schedule(made(), "1GB", costs="roofline", allow_graph_breaks=True)
     steps(model, 1)
@@ -141,6 +142,7 @@ def test_measured_as_a_whole(caplog):
     assert plan_of(model).measured_peak_bytes == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_piece_several_times():
     class Loop(nn.Module):
         def __init__(self):
