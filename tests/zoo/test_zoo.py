@@ -56,4 +56,4 @@ def test_every_entry_differs_from_a_wrongly_trained_one():
 
 def test_the_zoo_is_large_enough():
     assert len(ZOO) >= 50
-    assert sum(entry.fast for entry in ZOO.values()) >= 8
+    assert sum(entry.fast for entry in ZOO.values()) >= 4
