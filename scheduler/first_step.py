@@ -156,6 +156,8 @@ class FirstStep:
         with self._lock:
             if self.is_done:
                 return None
+            if self._window is not None and self._window.thread not in {t.ident for t in threading.enumerate()}:
+                self._window = None  # its thread ended before its step did
             if self._window is not None:
                 self._note_another_graph(self._window)
                 return None
@@ -200,7 +202,7 @@ class FirstStep:
             if not window.has_ended:
                 self._not_now("its backward did not run before its graph was gone, a profiler started or others ran")
             elif marks is None:
-                self._not_now("an earlier peak of this process hides it")
+                self._not_now("an earlier peak of this process hides it, or the recording was lost")
             else:
                 self._report(window, marks)
 

@@ -63,10 +63,13 @@ class CpuMeter:
         """Mark this point."""
         self.recording.mark()
 
-    def stop(self) -> Sequence[Mark]:
-        """End the recording, and add it up."""
+    def stop(self) -> Sequence[Mark] | None:
+        """End the recording, and add it up; ``None`` where it was lost."""
+        recorded = self.recording.stop()
+        if recorded is None:
+            return None
         marks = [Mark(self.baseline_bytes, self.baseline_bytes)]
-        *pieces, _after = self.recording.stop()
+        *pieces, _after = recorded
         for piece in pieces:
             levels = list(itertools.accumulate(piece, initial=marks[-1].live))
             marks.append(Mark(levels[-1], max(marks[-1].peak, *levels)))

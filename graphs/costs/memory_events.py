@@ -98,7 +98,7 @@ class ThreadRecording:
     """Memory events of one thread, from :meth:`start` on, with marks in between.
 
     Autograd restores a thread's profilers after each node of a backward, so that a recording can be marked in a
-    backward, and must be ended outside of one.
+    backward, and must be started and ended outside of one.
     """
 
     def __init__(self) -> None:
@@ -111,13 +111,13 @@ class ThreadRecording:
         return self._forget is not None and self._thread == threading.get_ident() and not in_backward()
 
     def start(self, give_way: Callable[[], None]) -> bool:
-        """Start on the calling thread; ``False`` where a profiler is active there, which is left alone.
+        """Start on the calling thread; ``False`` in a backward, or where a profiler is active, which is left alone.
 
         Args:
             give_way: called before another profiler starts on the thread, which it cannot as long as this one runs.
 
         """
-        if is_profiled():
+        if is_profiled() or in_backward():
             return False
         enable_thread_profiler()
         self._thread = threading.get_ident()
@@ -129,16 +129,20 @@ class ThreadRecording:
         for size in _MARK:
             torch.empty(size, dtype=torch.uint8)
 
-    def stop(self) -> list[list[int]]:
+    def stop(self) -> list[list[int]] | None:
         """End, only where :attr:`can_stop`: the signed bytes of the events before the first mark, after it, and so on.
 
-        What is allocated and released for the marks is left out.
+        What is allocated and released for the marks is left out. ``None`` where something else has ended the recording.
         """
         assert self._forget is not None
         self._forget()
         self._forget = None
+        try:
+            deltas = disable_thread_profiler()
+        except RuntimeError:  # the thread's profilers were replaced, by autograd or by another profiler
+            return None
         pieces: list[list[int]] = [[]]
-        for delta in disable_thread_profiler():
+        for delta in deltas:
             pieces[-1].append(delta)
             if pieces[-1][-len(_MARK_EVENTS) :] == _MARK_EVENTS:
                 del pieces[-1][-len(_MARK_EVENTS) :]

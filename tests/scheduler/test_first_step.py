@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import nn
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 from graphs._torch import is_profiled
 from scheduler import measure_peak, plan_of, schedule
@@ -214,4 +215,18 @@ def test_copies_and_pickles_leave_a_measurement_that_goes_on_alone():
     assert loaded.measured_peak_bytes is None
     assert plan_of(twin).measured_peak_bytes is None
     output.sum().backward()
+    assert plan_of(model).measured_peak_bytes is not None
+
+
+def test_a_forward_inside_of_a_backward_is_not_measured():
+    """Autograd puts a thread's profilers back after each node: a recording begun in one would be lost."""
+    model = schedule(classifier(), "1GB", costs="roofline")
+    for _ in range(2):
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
+        assert plan_of(model).measured_peak_bytes is None
+        assert not is_profiled()
+    with profile(profile_memory=True) as profiler:
+        step(model)
+    assert events(profiler)
+    step(model)
     assert plan_of(model).measured_peak_bytes is not None
