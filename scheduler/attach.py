@@ -173,7 +173,8 @@ class Attachment:
             except (_torch.Unsupported, _torch.UserError) as error:
                 raise CaptureError(
                     f"{_name(self.module)} could not be captured as one graph. {error}\n"
-                    "Move what breaks the graph out of the module's forward, or schedule the submodules around it."
+                    "Move what breaks the graph out of the module's forward, schedule the submodules around it, or "
+                    "pass allow_graph_breaks=True to schedule the pieces."
                 ) from error
             finally:
                 self._of_thread.inputs = ()

@@ -215,15 +215,16 @@ class FirstStep:
     def _report(self, window: _Window, marks: Sequence[Mark]) -> None:
         """Record the peak, and warn where it is too high."""
         self.is_done = True
-        peak, plan = marks[-1].peak, window.plan or self.plan
+        plan = window.plan or self.plan
+        peak = marks[-1].peak + window.ahead_bytes  # as it will be once the optimizer has its state
         plan.record_measured_peak(peak)
-        predicted = plan.peak_bytes - window.ahead_bytes
+        predicted = plan.peak_bytes
         excess = peak - predicted
         if excess <= TOLERANCE * predicted:
             logger.info("%s: %s measured, %s predicted", self.name, format_bytes(peak), format_bytes(predicted))
             return
         budget = plan.budget_bytes
-        over = "" if budget is None or peak + window.ahead_bytes <= budget else ", which exceeds the budget"
+        over = "" if budget is None or peak <= budget else ", which exceeds the budget"
         level = logging.INFO if over in self.warned else logging.WARNING
         self.warned.add(over)
         logger.log(
