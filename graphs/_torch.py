@@ -22,6 +22,7 @@ __all__ = [
     "in_backward",
     "is_profiled",
     "notice_profiler_start",
+    "packet_name",
     "schema_of",
     "storage_identity",
 ]
@@ -30,6 +31,11 @@ __all__ = [
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """Schema of an op: its arguments and results, and which of them alias or are written."""
     return op._schema
+
+
+def packet_name(target: Any) -> str:
+    """Name of an op without its overload, for example ``aten.mm``; empty for what is no op of the dispatcher."""
+    return str(target.overloadpacket) if isinstance(target, OpOverload) else ""
 
 
 def storage_identity(tensor: torch.Tensor) -> int:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import threading
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from graphs._torch import OpOverload, storage_identity
+from graphs._torch import packet_name, storage_identity
 from graphs.grad_mode import as_recorded
 from graphs.mutations import move_views
 from graphs.phases import is_tangent
+from graphs.threads import on_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def correct_fake_results(joint: fx.GraphModule) -> None:
     """Give the values in a joint graph the sizes, and the storages of their own, that they really have."""
     _separate_tangents(joint)
     for node in joint.graph.nodes:
-        packet = _packet(node)
+        packet = packet_name(node.target)
         if packet in _ARGUMENT_IN_FAKES:
             _replace_by_fresh(node, _ARGUMENT_IN_FAKES[packet])
         if packet in _WEIGHT_OF_NORM:
@@ -64,11 +63,7 @@ def buffer_origin(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     maker, position = node.args
     assert isinstance(maker, fx.Node)
-    return (maker, position) if _BUFFERS.get(_packet(maker)) == position else None  # type: ignore[return-value]
-
-
-def _packet(node: fx.Node) -> str:
-    return str(node.target.overloadpacket) if isinstance(node.target, OpOverload) else ""
+    return (maker, position) if _BUFFERS.get(packet_name(maker.target)) == position else None  # type: ignore[return-value]
 
 
 def _separate(joint: fx.GraphModule, node: fx.Node, first: int, second: int) -> None:
@@ -91,7 +86,9 @@ def _separate(joint: fx.GraphModule, node: fx.Node, first: int, second: int) -> 
 def _correct_buffer(node: fx.Node, position: int) -> None:
     fake = node.meta["val"][position]
     try:
-        size, dtype = _on_own_thread(functools.partial(_real_buffer, node, position))
+        size, dtype = on_own_thread(
+            functools.partial(_real_buffer, node, position), name="checkpoint-scheduler-buffers"
+        )
     except Exception as error:  # noqa: BLE001 - whatever the kernel raises on stand-ins, training may work
         logger.warning("the size of the buffer that %s keeps for its backward is not known: %r", node.name, error)
         return
@@ -146,11 +143,17 @@ def _replace_result(node: fx.Node, position: int, value: torch.Tensor) -> None:
             move_views(user, before)
 
 
+def elements_spanned(like: torch.Tensor) -> int:
+    """Elements from the first to the last of a strided tensor: the least that a storage for its metadata holds."""
+    return 0 if 0 in like.shape else 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+
+
 def _real_buffer(node: fx.Node, position: int) -> tuple[tuple[int, ...], torch.dtype]:
     def zeros(argument: fx.Node) -> torch.Tensor:
         like = argument.meta["val"]
-        span = 0 if 0 in like.shape else 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-        return torch.zeros(span, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride())
+        return torch.zeros(elements_spanned(like), dtype=like.dtype, device=like.device).as_strided(
+            like.shape, like.stride()
+        )
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), zeros)
     assert callable(node.target)
@@ -158,24 +161,3 @@ def _real_buffer(node: fx.Node, position: int) -> tuple[tuple[int, ...], torch.d
     with torch.no_grad():
         buffer = target(*args, **kwargs)[position]
     return tuple(buffer.shape), buffer.dtype
-
-
-def _on_own_thread(call: Callable[[], Any]) -> Any:
-    """Run a function where no tracing is: modes, autocast and profilers are bound to the thread that set them."""
-    threads = torch.get_num_threads()
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        torch.set_num_threads(threads)
-        try:
-            outcome.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
-            failure.append(error)
-
-    worker = threading.Thread(target=work, name="checkpoint-scheduler-buffers")
-    worker.start()
-    worker.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

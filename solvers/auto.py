@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 
 from solvers.baselines import BASELINES
@@ -17,8 +16,6 @@ from solvers.rematerialise import Rematerialiser
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
-
-_log = logging.getLogger(__name__)
 
 _Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 

@@ -19,11 +19,12 @@ from solvers.chain import Chain, cut, forward_end
 from solvers.chain_dp import ChainTable, Stage
 from solvers.chain_solver import order_of
 from solvers.extract import just_in_time
+from solvers.heuristic import heuristic_solution
 from solvers.moments_model import Decisions
 from solvers.problem import Problem
 from solvers.region_options import Option, Sweep, local_problem, sweep
 from solvers.simulate import simulate, with_frees
-from solvers.solution import Solution, Status
+from solvers.solution import Solution
 from solvers.strategies import Segment, blocks, checkpointed_order, joined
 
 _WEIGHTS = 20  # values of the price of a byte that the minimum cut is tried for
@@ -66,18 +67,11 @@ class _Baseline:
             fits = figures.peak_bytes <= problem.budget_bytes
             if fits and (best is None or figures.step_time_ns < best[0]):
                 best = (figures.step_time_ns, order)
-        steps = with_frees(problem, best[1]) if best else ()
-        status = Status.INFEASIBLE
-        if best:
-            status = Status.OPTIMAL if best[0] == problem.keep_all_time_ns else Status.FEASIBLE
-        return Solution(
-            status=status,
-            steps=steps,
-            step_time_ns=best[0] if best else 0,
-            peak_bytes=simulate(problem, steps).peak_bytes if best else 0,
-            lower_bound_ns=problem.keep_all_time_ns,
+        return heuristic_solution(
+            problem,
+            best[1] if best else None,
             solver=self.name,
-            solve_seconds=time.perf_counter() - started,
+            start=started,
             message=f"best of {len(tried)} plans",
             floor_bytes=least,
         )

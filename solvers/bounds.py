@@ -16,14 +16,12 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.strategies import BY_HAND
 
-LOW_BUDGET_SOLVER = MomentsSolver(gap=float("inf"), model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=3.0)
-"""Any plan at all, soon: what finds the floor, and the last resort of :class:`solvers.auto.AutoSolver`."""
-
 _FLOOR_RULES = (RULES[0], RULES[4])
 _MORE_FLOOR_RULES = (*_FLOOR_RULES, RULES[5], RULES[6], RULES[1])
 _MEDIUM = 500  # ops up to which the walk is tried under more rules
 _CHAIN_SHARE = 0.5  # of the time limit, after which no region is searched for the chain
-_SMALL_SOLVER = dataclasses.replace(LOW_BUDGET_SOLVER, time_limit_s=0.3)  # one of a dozen such solves
+# Any plan at all, soon: it is called a dozen times.
+_SMALL_SOLVER = MomentsSolver(gap=math.inf, model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=0.3)
 _SMALL = 50  # ops up to which models are solved for the floor, in a second or two
 
 

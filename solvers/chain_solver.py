@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from solvers.chain import Chain, cut, forward_end
 from solvers.chain_dp import Action, ChainTable, PassBackward, PassForward, Stage, SweepForward, Turn
+from solvers.heuristic import heuristic_solution
 from solvers.problem import Problem
 from solvers.prune import prune
 from solvers.region_options import RegionOptions, sweep
@@ -193,25 +194,5 @@ def _time(problem: Problem, order: Sequence[int]) -> int:
 
 
 def _solution(problem: Problem, order: Sequence[int] | None, start: float) -> Solution:
-    if order is None:
-        return Solution(
-            status=Status.INFEASIBLE,
-            steps=(),
-            step_time_ns=0,
-            peak_bytes=0,
-            lower_bound_ns=problem.keep_all_time_ns,
-            solver="chain",
-            solve_seconds=time.perf_counter() - start,
-            message="no schedule of the step as a chain was found that fits",
-        )
-    steps = with_frees(problem, order)
-    figures = simulate(problem, steps)
-    return Solution(
-        status=Status.OPTIMAL if figures.step_time_ns == problem.keep_all_time_ns else Status.FEASIBLE,
-        steps=steps,
-        step_time_ns=figures.step_time_ns,
-        peak_bytes=figures.peak_bytes,
-        lower_bound_ns=problem.keep_all_time_ns,
-        solver="chain",
-        solve_seconds=time.perf_counter() - start,
-    )
+    message = "no schedule of the step as a chain was found that fits" if order is None else ""
+    return heuristic_solution(problem, order, solver="chain", start=start, message=message)

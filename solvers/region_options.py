@@ -161,12 +161,13 @@ def _outlives(whole: Problem, s: int, region: Region) -> bool:
 
 
 def needed_ops(whole: Problem, ops: Sequence[int], storages: set[int]) -> tuple[int, ...]:
-    """Of ``ops``, ascending, those that it takes to make ``storages``, from what is there without them."""
+    """Of the executions ``ops``, in order, those that make ``storages`` from what is there without them."""
     wanted = set(storages)
     found = []
     for op in reversed(ops):
         if whole.recomputable[op] and not wanted.isdisjoint(whole.outputs[op]):
             found.append(op)
+            wanted.difference_update(whole.outputs[op])
             wanted.update(whole.inputs[op])
     return tuple(reversed(found))
 
@@ -333,14 +334,7 @@ def _needed_later(whole: Problem, forward: Sequence[int], backward: Sequence[int
     for op in backward:
         wanted.update(s for s in whole.inputs[op] if s not in made)
         made.update(whole.outputs[op])
-    kept = []
-    for op in reversed(forward):
-        if whole.recomputable[op] and not wanted.isdisjoint(whole.outputs[op]):
-            kept.append(op)
-            wanted.difference_update(whole.outputs[op])
-            wanted.update(whole.inputs[op])
-    kept.reverse()
-    return kept
+    return list(needed_ops(whole, forward, wanted))
 
 
 def pareto(options: Sequence[Option]) -> tuple[Option, ...]:

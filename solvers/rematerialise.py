@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.extract import missing_ops
+from solvers.heuristic import heuristic_solution
 from solvers.moments_model import Decisions
 from solvers.problem import Problem
 from solvers.prune import prune
-from solvers.simulate import simulate, with_frees
-from solvers.solution import Solution, Status
+from solvers.solution import Solution
 from solvers.store_all import keep_all_peak_op
 
 SMALL = 0.003
@@ -428,26 +428,11 @@ class Rematerialiser:
             taken = sum(problem.time_ns[op] for op in order)
             if best is None or taken < best[0]:
                 best = (taken, order)
-        if best is None:
-            return Solution(
-                status=Status.INFEASIBLE,
-                steps=(),
-                step_time_ns=0,
-                peak_bytes=0,
-                lower_bound_ns=problem.keep_all_time_ns,
-                solver="rematerialise",
-                solve_seconds=time.perf_counter() - start,
-                message=f"the walk found no room for {problem.describe_op(min(stuck, len(problem.time_ns) - 1))}",
-            )
-        steps = with_frees(problem, best[1])
-        simulation = simulate(problem, steps)
-        optimal = simulation.step_time_ns == problem.keep_all_time_ns
-        return Solution(
-            status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-            steps=steps,
-            step_time_ns=simulation.step_time_ns,
-            peak_bytes=simulation.peak_bytes,
-            lower_bound_ns=problem.keep_all_time_ns,
+        lost = f"the walk found no room for {problem.describe_op(min(stuck, len(problem.time_ns) - 1))}"
+        return heuristic_solution(
+            problem,
+            None if best is None else best[1],
             solver="rematerialise",
-            solve_seconds=time.perf_counter() - start,
+            start=start,
+            message=lost if best is None else "",
         )

@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import logging
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -23,14 +22,16 @@ from typing import Final
 import torch
 from torch import fx
 
+from graphs._torch import packet_name
 from graphs.costs.cache import CostCache, Measured, cache_directory, device_name, environment
 from graphs.costs.devices import DEVICES, DeviceSpec, spec_of_reported_name
 from graphs.costs.measure import measure_call
 from graphs.costs.roofline import estimate, makes_view
 from graphs.costs.samples import Sampler
-from graphs.costs.signature import op_signature, packet_name, target_name
+from graphs.costs.signature import op_signature, target_name
 from graphs.grad_mode import as_recorded
 from graphs.ir import Costs
+from graphs.threads import on_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -133,37 +134,26 @@ class _Session:
     retarget: bool
     time_budget_s: float
     progress: Progress | None
-    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
     measured: dict[str, Measured] = dataclasses.field(default_factory=dict)
-    failure: BaseException | None = None
     stopped: bool = False
 
     def run(self) -> dict[str, Measured]:
         """Measure and return what could be measured, by signature."""
-        worker = threading.Thread(target=self._work, name="checkpoint-scheduler-costs")
-        worker.start()
-        try:
-            worker.join()
-        finally:
-            self.stopped = True  # an interrupt of the caller ends the session after the op that runs
-            worker.join()
-        if self.failure is not None:
-            raise self.failure
+        on_own_thread(self._work, name="checkpoint-scheduler-costs", when_interrupted=self._stop)
         return self.measured
 
+    def _stop(self) -> None:
+        self.stopped = True  # after the op that runs
+
     def _work(self) -> None:
-        try:
-            torch.set_num_threads(self.threads)  # a new thread starts with one per core, whatever its parent has
-            devices = [self.device.index] if self.device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type="cuda"):
-                if self.device.type == "cuda":
-                    with torch.cuda.device(self.device):
-                        self._measure_all()
-                        torch.cuda.empty_cache()
-                else:
+        devices = [self.device.index] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            if self.device.type == "cuda":
+                with torch.cuda.device(self.device):
                     self._measure_all()
-        except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
-            self.failure = error
+                    torch.cuda.empty_cache()
+            else:
+                self._measure_all()
 
     def _measure_all(self) -> None:
         deadline = time.monotonic() + self.time_budget_s

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
-from graphs._torch import OpOverload, schema_of
+from graphs._torch import OpOverload, packet_name, schema_of
 from graphs.costs.devices import DeviceSpec, device_spec
-from graphs.costs.signature import op_signature, packet_name, target_name
+from graphs.costs.signature import op_signature, target_name
 from graphs.ir import Costs
 
 logger = logging.getLogger(__name__)

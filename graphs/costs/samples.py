@@ -15,9 +15,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from graphs._torch import OpOverload, schema_of
-from graphs.costs.signature import packet_name
-from graphs.fakes import buffer_origin
+from graphs._torch import OpOverload, packet_name, schema_of
+from graphs.fakes import buffer_origin, elements_spanned
 from graphs.grad_mode import as_recorded
 
 _BLOCK_ELEMENTS: Final = 1 << 20
@@ -101,8 +100,7 @@ class Sampler:
         size, stride = tuple(like.shape), tuple(like.stride())
         if not all(isinstance(n, int) for n in (*size, *stride)):
             raise CannotSampleError(f"shape {size} with strides {stride} is symbolic")
-        span = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        flat = torch.empty(span, dtype=like.dtype, device=self._place(like.device))
+        flat = torch.empty(elements_spanned(like), dtype=like.dtype, device=self._place(like.device))
         self._fill(flat, bound)
         return flat.as_strided(size, stride)
 

@@ -40,11 +40,6 @@ def target_name(target: Callable[..., Any] | str) -> str:
     return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def packet_name(target: Any) -> str:
-    """Name of an op without its overload, for example ``aten.mm``; empty for what is no op of the dispatcher."""
-    return str(target.overloadpacket) if isinstance(target, OpOverload) else ""
-
-
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Dtype, shape, strides and device type of a tensor, for example ``float32[4,5;5,1]@cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,8 +1,9 @@
 import torch
 from torch import fx
 
+from graphs._torch import packet_name
 from graphs.costs import op_signature
-from graphs.costs.signature import packet_name, target_name
+from graphs.costs.signature import target_name
 from tests.graphs.costs.nodes import call, fake
 
 aten = torch.ops.aten

@@ -96,6 +96,18 @@ class Wave(nn.Module):
         return x.sin().exp().tanh()
 
 
+class BranchOnShape(nn.Module):
+    """Takes one of two ways by the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).sin().exp()
+        return h.tanh() if x.shape[0] > 8 else h.cos()
+
+
 def layers(width: int = 16, *extra: nn.Module) -> nn.Sequential:
     """Linear layers around pointwise ops, with what else is given in between."""
     return nn.Sequential(nn.Linear(width, 2 * width), Wave(), *extra, nn.Linear(2 * width, 2 * width), Wave())

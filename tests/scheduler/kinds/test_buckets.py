@@ -15,7 +15,17 @@ from scheduler.backend import checkpoint_scheduler
 from scheduler.planner import Settings
 from scheduler.remembered import SHAPES_BEFORE_WARNING, structure_of
 from solvers.auto import AutoSolver
-from tests.scheduler.kinds.comparing import Wave, bounded, data, fresh, layers, observe, trained, unequal
+from tests.scheduler.kinds.comparing import (
+    BranchOnShape,
+    Wave,
+    bounded,
+    data,
+    fresh,
+    layers,
+    observe,
+    trained,
+    unequal,
+)
 
 __all__ = ["fresh"]
 
@@ -101,16 +111,7 @@ def test_a_larger_shape_is_solved_where_no_schedule_fits():
 
 
 def test_another_structure_is_solved():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(16, 16)
-
-        def forward(self, x):
-            h = self.inner(x).sin().exp()
-            return h.tanh() if x.shape[0] > 8 else h.cos()
-
-    model, solved = bucketed(Branch(), 10**9, loss_fn=None)
+    model, solved = bucketed(BranchOnShape(), 10**9, loss_fn=None)
     for n in (16, 12, 8, 4):
         trained(data(n, 16))(model)
     assert len(solved) == 2

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scheduler import CheckpointSchedulerError
-from tests.scheduler.kinds.comparing import Wave, bounded, compare, data, fresh, layers, trained
+from tests.scheduler.kinds.comparing import BranchOnShape, Wave, bounded, compare, data, fresh, layers, trained
 
 __all__ = ["fresh"]
 
@@ -64,16 +64,7 @@ def test_branch_on_a_python_value_is_guarded():
 
 
 def test_branch_on_a_shape_is_guarded():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(16, 16)
-
-        def forward(self, x):
-            h = self.inner(x).sin().exp()
-            return h.tanh() if x.shape[0] > 8 else h.cos()
-
-    compare(Branch, lambda model: [trained(data(n, 16))(model) for n in (12, 4, 12)], recomputes=False)
+    compare(BranchOnShape, lambda model: [trained(data(n, 16))(model) for n in (12, 4, 12)], recomputes=False)
 
 
 class BranchOnData(nn.Module):
