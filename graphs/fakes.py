@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphs._torch import packet_name, storage_identity
-from graphs.grad_mode import as_recorded
+from graphs.kernels import as_executed
 from graphs.mutations import move_views
 from graphs.phases import is_tangent
 from graphs.threads import on_own_thread
@@ -156,8 +156,7 @@ def _real_buffer(node: fx.Node, position: int) -> tuple[tuple[int, ...], torch.d
         )
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), zeros)
-    assert callable(node.target)
-    target, args = as_recorded(node.target, tuple(args))
+    target, args = as_executed(node, tuple(args))
     with torch.no_grad():
         buffer = target(*args, **kwargs)[position]
     return tuple(buffer.shape), buffer.dtype

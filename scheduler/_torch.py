@@ -193,13 +193,22 @@ def capture_config() -> contextlib.AbstractContextManager[None]:
 
     They hold for the calling thread: torch keeps patched settings per thread.
     """
+    ignored = torch._dynamo.config.ignore_logging_functions
+    if isinstance(ignored, _LoggingMethods):
+        return contextlib.nullcontext()  # within a call of another scheduled module
+    return _config_patch(frozenset(ignored))
+
+
+@functools.lru_cache(maxsize=8)
+def _config_patch(ignored: frozenset[Any]) -> contextlib.AbstractContextManager[None]:
+    """The settings as a context that any number of calls enter: making one takes longer than some ops."""
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
         skip_nnmodule_hook_guards=False,
         allow_rnn=True,
         recompile_limit=256,
         accumulated_recompile_limit=1024,
         fail_on_recompile_limit_hit=True,  # else what is over the limit runs plainly
-        ignore_logging_functions=_LoggingMethods(torch._dynamo.config.ignore_logging_functions),
+        ignore_logging_functions=_LoggingMethods(ignored),
     )
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from graphs._torch import OpOverload, schema_of
-from graphs.grad_mode import as_recorded
 from graphs.ir import StorageKind
 from graphs.joint import Capture
+from graphs.kernels import as_executed, device_of
 from scheduler.runtime import rng
 from solvers.problem import Problem
 from solvers.solution import Compute, Free, Step
@@ -145,18 +145,16 @@ class _Half:
         if node is None:
             self._record_rng_state(op)
             return
-        assert callable(node.target), node
         if op in self.capture.snapshots and op not in self.late_readers:
             self.values[node] = self.value_of(self.capture.snapshots[op])
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value_of)
+        target, args = as_executed(node, args)
         if again and op in self.capture.rng_state_ops:
             state = self.capture.graph.ops[self.capture.rng_state_ops[op]].outputs[0]
-            replayed: Any = (self.value_of(state), str(_device_of(node)), node.target, *args)
-            copy = self._call(rng.replay, replayed, kwargs, f"{node.name}_again")
-        else:
-            target, args = as_recorded(node.target, args)
-            copy = self._call(target, args, kwargs, f"{node.name}_again" if again else node.name)
+            args = (self.value_of(state), str(device_of(node)), target, *args)
+            target = rng.replay
+        copy = self._call(target, args, kwargs, f"{node.name}_again" if again else node.name)
         copy.meta = dict(node.meta)
         if again:
             path = self.capture.graph.ops[op].module_path
@@ -247,19 +245,13 @@ class _Half:
             return
         random_node = self.capture.nodes[random_op]
         assert random_node is not None
-        state = self.graph.call_function(rng.record_state, (str(_device_of(random_node)),))
+        state = self.graph.call_function(rng.record_state, (str(device_of(random_node)),))
         size = rng.record_state("cpu").numel()
         with _fake_mode_of(random_node):
             state.meta["val"] = torch.empty(size, dtype=torch.uint8)
         storage = self.capture.graph.ops[op].outputs[0]
         assert self.capture.graph.storages[storage].kind is StorageKind.RNG_STATE
         self.values[storage] = state
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    tensor = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
-    return tensor.device
 
 
 def _fake_mode_of(node: fx.Node) -> Any:

@@ -29,7 +29,7 @@ from graphs.costs.measure import measure_call
 from graphs.costs.roofline import estimate, makes_view
 from graphs.costs.samples import Sampler
 from graphs.costs.signature import op_signature, target_name
-from graphs.grad_mode import as_recorded
+from graphs.kernels import as_executed
 from graphs.ir import Costs
 from graphs.threads import on_own_thread
 
@@ -185,8 +185,7 @@ class _Session:
             return reason
         try:
             args, kwargs = sampler.arguments(node)
-            assert callable(node.target)
-            target, args = as_recorded(node.target, tuple(args))
+            target, args = as_executed(node, tuple(args))
             self.measured[key] = measure_call(lambda: target(*args, **kwargs), self.device)
         except Exception as error:  # noqa: BLE001 - whatever an op raises, training must not end by it
             first_line = str(error).partition("\n")[0]

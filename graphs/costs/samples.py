@@ -17,7 +17,7 @@ from torch import fx
 
 from graphs._torch import OpOverload, packet_name, schema_of
 from graphs.fakes import buffer_origin, elements_spanned
-from graphs.grad_mode import as_recorded
+from graphs.kernels import as_executed
 
 _BLOCK_ELEMENTS: Final = 1 << 20
 """Random values are drawn for this many elements and repeated: drawing 10^8 of them would take longer than the op."""
@@ -84,8 +84,7 @@ class Sampler:
     def _filled(self, maker: fx.Node, position: int) -> Any:
         """A buffer that an op's kernel has written, from made-up arguments of that op."""
         args, kwargs = self.arguments(maker)
-        assert callable(maker.target)
-        target, args = as_recorded(maker.target, args)
+        target, args = as_executed(maker, args)
         return target(*args, **kwargs)[position]
 
     def _place(self, device: torch.device) -> torch.device:

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs import fakes
 from graphs.costs.profiled import profiled
-from graphs.grad_mode import call_recording
+from graphs.kernels import call_recording
 from tests.capturing import capture_of
 
 FORWARD, BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
