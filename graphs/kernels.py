@@ -45,7 +45,7 @@ def cpu_dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: floa
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the arithmetic above is that of the fused op for this tensor, down to the layout of the result."""
     supported = tensor.dtype in (torch.float32, torch.float64)
-    return supported and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return supported and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
 
 
 #: Ops that must see gradients switched on.

@@ -1,9 +1,9 @@
 """From a plan to fx: a forward and a backward graph that run the plan's steps in the plan's order.
 
 An op may be computed several times: each execution becomes a node of its own, and readers are bound to the copy that is
-resident when they run. A view is rebuilt from its storage wherever a reader needs it, so that only storages cross
-from the forward to the backward. fx's code generation drops a value after its last use, which is what frees memory at
-run time.
+resident when they run. A view is rebuilt from its storage where a reader needs it, unless the forward has made it and
+still holds the storage: then the view itself crosses to the backward, which saves rebuilding it and takes no memory.
+fx's code generation drops a value after its last use, which is what frees memory at run time.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class _Half:
         self.saved: list[fx.Node | int] = []
         self.comments: dict[str, str] = {}
         self.seen: set[int] = set() if forward is None else set(forward.seen)
+        self.renewed: set[int] = set()  # storages freed or computed in this half
         self.first_tangent: fx.Node | None = None
         for node in capture.joint.graph.nodes:
             if node.op != "placeholder":
@@ -142,6 +143,7 @@ class _Half:
         node = self.capture.nodes[op]
         again = op in self.seen
         self.seen.add(op)
+        self.renewed.update(self.capture.graph.ops[op].outputs)
         if node is None:
             self._record_rng_state(op)
             return
@@ -149,12 +151,13 @@ class _Half:
             self.values[node] = self.value_of(self.capture.snapshots[op])
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value_of)
-        target, args = as_executed(node, args)
         if again and op in self.capture.rng_state_ops:
             state = self.capture.graph.ops[self.capture.rng_state_ops[op]].outputs[0]
-            args = (self.value_of(state), str(device_of(node)), target, *args)
-            target = rng.replay
-        copy = self._call(target, args, kwargs, f"{node.name}_again" if again else node.name)
+            given: Any = (self.value_of(state), str(device_of(node)), node.target, *args)
+            target: Callable[..., Any] = rng.replay
+        else:
+            target, given = as_executed(node, args)
+        copy = self._call(target, given, kwargs, f"{node.name}_again" if again else node.name)
         copy.meta = dict(node.meta)
         if again:
             path = self.capture.graph.ops[op].module_path
@@ -169,6 +172,7 @@ class _Half:
 
     def free(self, storage: int) -> None:
         """Forget a storage's current copy and the views of it."""
+        self.renewed.add(storage)
         stale = [k for k in self.values if self._storage_behind(k) == storage]
         for key in stale:
             if isinstance(key, int) or key.op != "placeholder":
@@ -188,7 +192,7 @@ class _Half:
             return self.values[key]
         if isinstance(key, fx.Node) and key.op == "get_attr":
             value = self.graph.get_attr(str(key.target))
-        elif self.forward is not None and (isinstance(key, int) or self._is_base(key)):
+        elif self.forward is not None and (isinstance(key, int) or self._is_base(key) or self._crosses(key)):
             value = self._fetch_saved(key)
         elif isinstance(key, fx.Node) and not self._is_base(key):
             assert callable(key.target), key
@@ -224,6 +228,13 @@ class _Half:
             return False
         producer = self.capture.graph.storages[storage].producer
         return producer is not None and node in self.capture.produced_nodes(producer)
+
+    def _crosses(self, view: fx.Node) -> bool:
+        """Whether the forward holds a tensor view whose storage is still the forward's copy."""
+        assert self.forward is not None
+        storage = self.capture.storage_of.get(view)
+        is_tensor = isinstance(view.meta.get("val"), torch.Tensor)
+        return is_tensor and storage is not None and storage not in self.renewed and view in self.forward.values
 
     def _fetch_saved(self, key: fx.Node | int) -> fx.Node:
         """Add an input to the backward for a value that the forward still holds when it ends."""

@@ -29,8 +29,8 @@ from graphs.costs.measure import measure_call
 from graphs.costs.roofline import estimate, makes_view
 from graphs.costs.samples import Sampler
 from graphs.costs.signature import op_signature, target_name
-from graphs.kernels import as_executed
 from graphs.ir import Costs
+from graphs.kernels import as_executed
 from graphs.threads import on_own_thread
 
 logger = logging.getLogger(__name__)
