@@ -129,7 +129,7 @@ def main() -> None:
                 "noop" if options.model == "hf" else "noop_small",
                 "Overhead where nothing is recomputed",
                 [table],
-                [note],
+                [note, partition],
             )
         )
     finish(failures)
