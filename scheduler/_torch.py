@@ -8,7 +8,7 @@ import functools
 import logging
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._dynamo
@@ -40,6 +40,10 @@ _LOGGER_METHODS = (
     *("debug", "info", "warning", "warn", "error", "critical", "exception", "log"),
     *("debug_once", "info_once", "warning_once", "warning_advice"),
 )
+
+
+#: What a call raises where Dynamo, or the backend that it called, refuses to compile.
+REFUSALS: Final = (BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError)
 
 
 def boxed(

@@ -187,8 +187,10 @@ class Attachment:
         pieces.begin()
         try:
             result = step(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             end_measurements()  # the error's traceback keeps the graphs of the pieces that have run
+            if isinstance(error, (CheckpointSchedulerError, *_torch.REFUSALS)):
+                pieces.undo()
             raise
         with self._lock:
             if pieces.end() and self._steps.get(situation) is step:

@@ -91,6 +91,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
+        if self.pieces is not None:
+            self.pieces.note(self.parts, device_of(example_inputs))
         secondary = () if self.every_output or self.pieces is not None else secondary_outputs(gm)
         compilation = _Compilation(self, gm, example_inputs, secondary)
         detached = detach_outputs(gm, secondary)

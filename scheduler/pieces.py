@@ -23,16 +23,19 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from graphs._torch import storage_identity
 from graphs.joint import Capture
 from scheduler.errors import Infeasible
 from scheduler.plan import Plan
 from scheduler.planner import Settings, budget_of, cost_model, plan_from, problem_of, solver_of
+from scheduler.undo import Before
+from scheduler.units import format_bytes
 from solvers.bounds import find_floor
 from solvers.problem import Problem
 from solvers.solution import Free, Solution
@@ -123,6 +126,18 @@ class Pieces:
         self._call.path = ()
         self._call.results = []
         self._call.captured = False
+        self._call.before = None
+
+    def note(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        """Note what a refusal of a later piece is to put back, where no piece of the call has run yet."""
+        if self.is_first():
+            self._call.before = Before.record(modules, device)
+
+    def undo(self) -> None:
+        """The call is refused: put buffers and random streams back to where they were when it began."""
+        before: Before | None = self._call.before
+        if before is not None:
+            before.restore()
 
     def plan(self, capture: Capture, common: Mapping[str, int], extra: int) -> Plan:
         """The plan of a piece that has just been captured.
@@ -191,6 +206,7 @@ class Pieces:
     def end(self) -> bool:
         """A call of the module has ended; whether the next one should capture anew, for better plans."""
         path: Path = self._call.path
+        self._call.before = None
         if self._call.captured:
             gc.collect()
         if not path:
@@ -218,7 +234,8 @@ class Pieces:
             raise Infeasible(
                 budget_bytes=self.budget,
                 static_bytes=sum(self.common.values()),
-                detail=f"Breaks divide the graph; with {len(path)} pieces of it the step needs {peak:,} bytes.",
+                detail=f"Breaks divide the graph; the first {len(path)} pieces alone need {format_bytes(peak)}, each "
+                "at the least memory for which a plan was found. Buffers and random streams are where they were.",
             )
         self._checked.add(path)
 

@@ -129,6 +129,31 @@ def test_pieces_that_do_not_fit_together_are_refused():
         steps(schedule(made(), f"{least_budget() * 9 // 10}B", costs="roofline", allow_graph_breaks=True), 1)
 
 
+def test_a_refusal_after_the_first_piece_moves_nothing():
+    """Buffers that are written, and one that is replaced; the random stream."""
+
+    class Counting(Branch):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+            self.register_buffer("last", torch.zeros(()))
+
+        def forward(self, x):
+            self.last = x.mean().detach()
+            return super().forward(self.norm(x))
+
+    torch.manual_seed(0)
+    model = Counting()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    last, stream = model.last, torch.get_rng_state()
+    schedule(model, f"{least_budget() * 9 // 10}B", costs="roofline", allow_graph_breaks=True)
+    with pytest.raises(Infeasible, match="first 3 pieces"):
+        model(data(64, 16).abs())
+    assert model.last is last
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
 def test_measured_as_a_whole(caplog):
     model = schedule(made(), "1GB", costs="roofline", allow_graph_breaks=True)
     steps(model, 1)
