@@ -145,10 +145,10 @@ def test_a_refusal_after_the_first_piece_moves_nothing():
     torch.manual_seed(0)
     model = Counting()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    last, stream = model.last, torch.get_rng_state()
     schedule(model, f"{least_budget() * 9 // 10}B", costs="roofline", allow_graph_breaks=True)
+    last, x, stream = model.last, data(64, 16).abs(), torch.get_rng_state()
     with pytest.raises(Infeasible, match="first 3 pieces"):
-        model(data(64, 16).abs())
+        model(x)
     assert model.last is last
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), stream)
