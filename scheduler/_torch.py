@@ -207,6 +207,7 @@ def capture_config() -> contextlib.AbstractContextManager[None]:
 def _config_patch(ignored: frozenset[Any]) -> contextlib.AbstractContextManager[None]:
     """The settings as a context that any number of calls enter: making one takes longer than some ops."""
     return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        optimize_ddp=False,  # would hand over a graph per bucket of DistributedDataParallel
         skip_nnmodule_hook_guards=False,
         allow_rnn=True,
         recompile_limit=256,

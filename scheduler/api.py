@@ -13,7 +13,7 @@ from torch import fx, nn
 from graphs.capture import fake_step
 from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
-from scheduler.attach import Attachment, attachment_of
+from scheduler.attach import Attachment, attachment_of, check_not_sharded
 from scheduler.errors import parse_budget
 from scheduler.loss import LOSS_ARGS
 from scheduler.plan import Plan
@@ -91,8 +91,9 @@ def schedule(
     Raises:
         BudgetError: the budget is not a positive amount of memory.
         Infeasible: no plan was found within the budget (here with samples, else from the first call).
-        CaptureError: the step is not one graph; the message names the line.
+        CaptureError: the step is not one graph (the message names the line), or the module is sharded by FSDP.
         TypeError: ``model`` is not a module.
+        ValueError: ``model`` is a wrapper such as ``DistributedDataParallel``: give ``model.module``.
 
     """
     _check_module(model, "schedule")
@@ -261,6 +262,11 @@ def minimum_budget(
 def _check_module(model: object, function: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}() takes a torch.nn.Module, and got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(  # noqa: TRY004 - the right type, and the wrong one of two modules
+            f"{function}() takes the module that {type(model).__name__} wraps: give model.module; the wrapper stays"
+        )
+    check_not_sharded(model)
 
 
 def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from scheduler import _torch
 from scheduler.backend import Backend, Scheduled, forget_traced_values
 from scheduler.first_step import end_measurements
 from scheduler.loss import ExternalLoss
+from scheduler.memory import tensors_in
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings
@@ -37,6 +39,16 @@ _CALL: Final = "_compiled_call_impl"
 #: Captures that are kept at once; Dynamo refuses more than its limit for one function, see ``capture_config``.
 MOST_CAPTURES: Final = 200
 _PUBLISHED: Final = ("plan", "forward_graph", "backward_graph")
+
+
+def check_not_sharded(module: nn.Module) -> None:
+    """Raise :class:`CaptureError` where FSDP shards a module or a part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it is not loaded nothing is sharded
+    if fsdp and any(isinstance(m, fsdp.FSDPModule | fsdp.FullyShardedDataParallel) for m in module.modules()):
+        raise CaptureError(
+            f"{_name(module)} is sharded by FSDP, which gathers parameters in hooks that no graph holds. Plan the "
+            "module without FSDP, and use plan.to_sac_policy() or plan.apply_modules() on the sharded one."
+        )
 
 
 class _PlannedWithoutRunningError(Exception):
@@ -96,6 +108,7 @@ class Attachment:
         self._room: dict[bool, int] = {}
 
     def _compile(self, situation: _Situation) -> Callable[..., Any]:
+        check_not_sharded(self.module)  # it may be since it was scheduled
         backend = Backend(
             module=self.module,
             settings=self.settings,
@@ -192,6 +205,12 @@ class Attachment:
             if isinstance(error, (CheckpointSchedulerError, *_torch.REFUSALS)):
                 pieces.undo()
             raise
+        differentiated = any(t.grad_fn is not None for t in tensors_in(result))
+        if differentiated and pieces.is_first() and any(p.requires_grad for p in self.module.parameters()):
+            raise CaptureError(
+                f"no piece of {_name(self.module)} could be captured, and nothing of it would be scheduled. Without "
+                "allow_graph_breaks=True the error names the line that breaks the graph"
+            )
         with self._lock:
             if pieces.end() and self._steps.get(situation) is step:
                 del self._steps[situation]

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import pathlib
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -357,13 +357,13 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. The file appears whole or not at all; an earlier one is replaced."""
         target = pathlib.Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 json.dump(self.to_dict(), file, separators=(",", ":"))
-            pathlib.Path(temporary).replace(target)
+            temporary.replace(target)
         except BaseException:
-            pathlib.Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
     @classmethod

@@ -223,6 +223,12 @@ def test_round_trip(tmp_path, budget):
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_saved_plan_can_be_read_by_whom_other_files_can(tmp_path):
+    (tmp_path / "other").write_text("")
+    make_plan().save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_a_failed_save_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     make_plan().save(path)
