@@ -57,16 +57,18 @@ _ON_CPU: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+def kernel_of(op: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function that computes an op on a device, in place of the operator where there is one."""
+    return _ON_CPU.get(str(op), op) if isinstance(op, OpOverload) and device.type == "cpu" else op
+
+
 def as_executed(node: fx.Node, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and positional arguments to call for a node of a captured graph, given the values of its own."""
     op = node.target
     assert callable(op), node
-    if not isinstance(op, OpOverload):
-        return op, args
     if str(op) in _RECORDING:
         return call_recording, (op, *args)
-    on_cpu = str(op) in _ON_CPU and device_of(node).type == "cpu"
-    return (_ON_CPU[str(op)] if on_cpu else op), args
+    return (kernel_of(op, device_of(node)) if str(op) in _ON_CPU else op), args
 
 
 def device_of(node: fx.Node) -> torch.device:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from graphs.kernels import kernel_of
+
 
 def record_state(device: str) -> torch.Tensor:
     """State of the default generator of ``device`` (``"cpu"`` or ``"cuda:0"``): uint8, shape (state bytes,)."""
@@ -26,7 +28,7 @@ def replay(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any,
     Args:
         state: what :func:`record_state` returned before the first execution.
         device: the device whose generator the op draws from.
-        op: operator to call.
+        op: operator to call, through the kernel that ran the first time.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
@@ -34,10 +36,11 @@ def replay(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any,
         What ``op`` returns: the same bits as the first time.
 
     """
+    kernel = kernel_of(op, torch.device(device))
     current = record_state(device)
     _set_state(device, state)
     try:
-        return op(*args, **kwargs)
+        return kernel(*args, **kwargs)
     finally:
         _set_state(device, current)
 
