@@ -55,7 +55,8 @@ def t5() -> Step:
     from transformers import T5Config, T5ForConditionalGeneration
 
     ids = _tokens(8, 512)
-    return T5ForConditionalGeneration(T5Config(use_cache=False)), (), {"input_ids": ids, "labels": ids}
+    config = T5Config(use_cache=False, pad_token_id=0, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config), (), {"input_ids": ids, "labels": ids}
 
 
 class _MixtureOfExperts(nn.Module):

@@ -1,10 +1,11 @@
 """Plans, bounds and baselines at budgets from the floor up: ``python -m benchmarks.solvers``.
 
 For each graph and each share f of the way from its floor to its keep-all peak: the overhead of the plan, the
-proven lower bound, the gap, seconds, the solver that won, and the least overhead of the strategies applied by hand that
-fit. Every plan is replayed by the validator. Fails where a plan is missing or invalid, slower than a strategy that
-fits, the floor is above a strategy's peak, a gap is wider than promised (0.5 % of the step on transformers from f = 0.1
-on, 3 % elsewhere from f = 0.25 on), or a solve takes longer than 10 s (60 s above 5,000 ops).
+proven lower bound, the gap, seconds, the solver that won, and the least overhead of each baseline that fits: the
+strategies applied by hand, and of the published families as many members as 3 s allow. Every plan is replayed by the
+validator. Fails where a plan is missing or invalid, slower than a baseline that fits, the floor is above a baseline's
+peak, a gap is wider than promised (0.5 % of the step on transformers from f = 0.1 on, 3 % elsewhere from f = 0.25 on),
+or a solve takes longer than 10 s (60 s above 5,000 ops).
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from benchmarks.common import RESULTS, Table, arguments, finish, write_results
 from benchmarks.problems import MODELS, TRANSFORMERS, captured, random_layered
 from benchmarks.shared_graphs import DEFAULT_GRAPHS, load_problem
 from solvers import AutoSolver, Problem, Solution, find_floor
-from solvers.simulate import simulate
+from solvers.baselines import BASELINES
+from solvers.simulate import simulate, with_frees
 from solvers.store_all import store_all_steps
 from solvers.strategies import BY_HAND
 from solvers.validate import validate
 
 SHARES: Final = (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)
 MANY_OPS: Final = 5_000
+FAMILY_S: Final = 3.0  # per family of baselines and graph
+
+Point = tuple[int, int]  # peak in bytes, step time in ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Row:
     seconds: float
     overhead: float
     bound: float
-    by_hand: dict[str, float]
+    baselines: dict[str, float]
 
     @property
     def gap(self) -> float:
@@ -60,7 +65,7 @@ class Graph:
     floor_bound_bytes: int
     floor_seconds: float
     keep_all_bytes: int
-    least_by_hand_bytes: int
+    least_baseline_bytes: int
     rows: tuple[Row, ...]
 
 
@@ -80,7 +85,7 @@ def examine(name: str, problem: Problem, time_limit_s: float) -> Graph:
     floor = find_floor(problem, time_limit_s=time_limit_s)
     floor_seconds = time.perf_counter() - start
     keep_all = simulate(problem, store_all_steps(problem))
-    by_hand = {label: strategy.solve(problem.with_budget(2**62)) for label, strategy in BY_HAND.items()}
+    baselines = baseline_points(problem)
     step = max(problem.keep_all_time_ns, 1)
     rows = []
     for share in SHARES:
@@ -91,7 +96,11 @@ def examine(name: str, problem: Problem, time_limit_s: float) -> Graph:
         seconds = time.perf_counter() - start
         if solution.status.has_plan:
             validate(bounded, solution)
-        fitting = {k: s.step_time_ns / step - 1 for k, s in by_hand.items() if s.peak_bytes <= budget}
+        fitting = {
+            name: min(time_ns for peak, time_ns in points if peak <= budget) / step - 1
+            for name, points in baselines.items()
+            if min(points, default=(budget + 1, 0))[0] <= budget
+        }
         rows.append(
             Row(
                 share,
@@ -111,16 +120,34 @@ def examine(name: str, problem: Problem, time_limit_s: float) -> Graph:
         floor.lower_bound.bytes,
         floor_seconds,
         keep_all.peak_bytes,
-        min(s.peak_bytes for s in by_hand.values()),
+        min(peak for points in baselines.values() for peak, _ in points),
         tuple(rows),
     )
+
+
+def baseline_points(problem: Problem) -> dict[str, list[Point]]:
+    """Peak and time of each strategy applied by hand and of the members of each published family."""
+    ample = problem.with_budget(2**62)
+    solved = {name: strategy.solve(ample) for name, strategy in BY_HAND.items()}
+    found = {name: [(solution.peak_bytes, solution.step_time_ns)] for name, solution in solved.items()}
+    for name, family in BASELINES.items():
+        deadline = time.perf_counter() + FAMILY_S
+        points = found[name] = []
+        for order in family.orders(problem):
+            figures = simulate(problem, with_frees(problem, order))
+            points.append((figures.peak_bytes, figures.step_time_ns))
+            if time.perf_counter() > deadline:
+                break
+    return found
 
 
 def failures_of(graph: Graph) -> list[str]:
     """What a graph misses of what is promised."""
     found = []
-    if graph.floor_bytes > graph.least_by_hand_bytes:
-        found.append(f"{graph.name}: floor {graph.floor_bytes:,} B above the {graph.least_by_hand_bytes:,} B by hand")
+    if graph.floor_bytes > graph.least_baseline_bytes:
+        found.append(
+            f"{graph.name}: floor {graph.floor_bytes:,} B above the {graph.least_baseline_bytes:,} B of a baseline"
+        )
     allowed, least = (0.005, 0.1) if graph.name in TRANSFORMERS or graph.name.startswith("llama") else (0.03, 0.25)
     for row in graph.rows:
         where = f"{graph.name} at f = {row.share}"
@@ -129,8 +156,8 @@ def failures_of(graph: Graph) -> list[str]:
             continue
         if row.share >= least and row.gap > allowed:
             found.append(f"{where}: gap {row.gap:.2%} of the step")
-        if row.by_hand and min(row.by_hand.values()) < row.overhead:
-            found.append(f"{where}: {min(row.by_hand, key=row.by_hand.__getitem__)} is faster")
+        if row.baselines and min(row.baselines.values()) < row.overhead:
+            found.append(f"{where}: {min(row.baselines, key=row.baselines.__getitem__)} is faster")
         if row.seconds > (60 if graph.ops > MANY_OPS else 10):
             found.append(f"{where}: {row.seconds:.1f} s")
     return found
@@ -140,11 +167,11 @@ def tables(found: list[Graph]) -> list[Table]:
     """One table of the graphs, one of their budgets."""
     ends = Table(
         "Floors, static bytes included",
-        ("graph", "ops", "keep-all MB", "floor MB", "proven MB", "least by hand MB", "seconds"),
+        ("graph", "ops", "keep-all MB", "floor MB", "proven MB", "least baseline MB", "seconds"),
     )
     budgets = Table(
         "Overheads, in per cent of the keep-all step",
-        ("graph", "f", "plan", "bound", "gap", "seconds", "solver", "best by hand", *BY_HAND),
+        ("graph", "f", "plan", "bound", "gap", "seconds", "solver", "best baseline", *BY_HAND, *BASELINES),
     )
     for graph in found:
         ends.add(
@@ -153,12 +180,13 @@ def tables(found: list[Graph]) -> list[Table]:
             f"{graph.keep_all_bytes / 1e6:.1f}",
             f"{graph.floor_bytes / 1e6:.1f}",
             f"{graph.floor_bound_bytes / 1e6:.1f}",
-            f"{graph.least_by_hand_bytes / 1e6:.1f}",
+            f"{graph.least_baseline_bytes / 1e6:.1f}",
             f"{graph.floor_seconds:.1f}",
         )
         for row in graph.rows:
             planned = row.solution.status.has_plan
-            hand = [f"{100 * row.by_hand[name]:.2f}" if name in row.by_hand else "-" for name in BY_HAND]
+            names = (*BY_HAND, *BASELINES)
+            apart = [f"{100 * row.baselines[name]:.2f}" if name in row.baselines else "-" for name in names]
             budgets.add(
                 graph.name,
                 f"{row.share:g}",
@@ -167,14 +195,14 @@ def tables(found: list[Graph]) -> list[Table]:
                 f"{100 * row.gap:.3f}" if planned else "-",
                 f"{row.seconds:.1f}",
                 row.solution.solver,
-                f"{100 * min(row.by_hand.values()):.2f}" if row.by_hand else "-",
-                *hand,
+                f"{100 * min(row.baselines.values()):.2f}" if row.baselines else "-",
+                *apart,
             )
     return [ends, budgets]
 
 
 def plot(found: list[Graph]) -> None:
-    """Draw plan, bound and the best strategy by hand over the budget, a panel per graph."""
+    """Draw plan, bound and the best baseline over the budget, a panel per graph."""
     from matplotlib.figure import Figure
 
     columns = 4
@@ -185,9 +213,9 @@ def plot(found: list[Graph]) -> None:
         budgets = [row.budget_bytes / graph.keep_all_bytes for row in rows]
         axes.fill_between(budgets, 0, [100 * row.bound for row in rows], color="#b0b7bf", alpha=0.4, linewidth=0)
         axes.plot(budgets, [100 * row.overhead for row in rows], "o-", color="#2f6fa7", markersize=3, label="plan")
-        hand = [(b, 100 * min(row.by_hand.values())) for b, row in zip(budgets, rows, strict=True) if row.by_hand]
-        if hand:
-            axes.plot(*zip(*hand, strict=True), "s--", color="#e08a2e", markersize=3, label="best by hand")
+        best = [(b, 100 * min(row.baselines.values())) for b, row in zip(budgets, rows, strict=True) if row.baselines]
+        if best:
+            axes.plot(*zip(*best, strict=True), "s--", color="#e08a2e", markersize=3, label="best baseline")
         axes.set_title(f"{graph.name}: {graph.ops:,} ops", fontsize="small")
         axes.set_xlabel("budget / keep-all peak", fontsize="small")
         axes.set_ylabel("added time (%)", fontsize="small")
@@ -212,11 +240,11 @@ def main() -> None:
     unit = 1 if sys.platform == "darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     gaps = {str(share): statistics.median(r.gap for g in found for r in g.rows if r.share == share) for share in SHARES}
-    lower = sum(g.floor_bytes < g.least_by_hand_bytes for g in found)
+    lower = sum(g.floor_bytes < g.least_baseline_bytes for g in found)
     notes = [
         "the bound holds for all schedules that first execute the ops in the given order, however often they recompute",
         f"median gap by f, as a fraction of the step: {json.dumps({k: round(v, 5) for k, v in gaps.items()})}",
-        f"floors strictly below the lowest peak by hand: {lower} of {len(found)}",
+        f"floors strictly below the lowest peak of any baseline: {lower} of {len(found)}",
         f"peak memory of the process: {memory / 1e9:.2f} GB",
         f"failures: {'; '.join(failures) or 'none'}",
     ]

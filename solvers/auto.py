@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from solvers.baselines import BASELINES
-from solvers.bounds import Floor, find_floor, floor_lower_bound
+from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
@@ -22,6 +22,8 @@ _Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 _FLOOR_SHARE = 0.4  # of the time limit
 _FLOOR_S = 10.0  # at least: more than the search takes on all but large problems
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
+_WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
+_CHAIN_SHARE = 0.7  # of what is left then; the walk comes after it
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
 
@@ -57,6 +59,8 @@ class AutoSolver:
         if moments.status is not Status.OPTIMAL:
             known = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
             if not known and not moments.status.has_plan:
+                known = self._any_plan(problem, start)
+            if not known and not moments.status.has_plan:
                 floor = self._floor(problem)
                 if floor.bytes > problem.budget_bytes:
                     return self._infeasible(problem, moments, start, floor)
@@ -70,27 +74,35 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
+    def _any_plan(self, problem: Problem, start: float) -> list[Solution]:
+        """A plan of the walk, under the rules that the floor is looked for with, if there is one."""
+        walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
+        return [walk] if walk.status.has_plan else []
+
     def _best(self, problem: Problem, moments: Solution, known: list[Solution], start: float) -> Solution:
         """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap.
 
         ``known`` are plans found already, before they are pruned.
         """
-        best = _fastest([moments, *(pruned(problem, plan) for plan in known)])
+        deadline = start + self.time_limit_s
+        best = _fastest([moments, *(pruned(problem, plan, deadline=deadline) for plan in known)])
         others: list[_Solver] = [ChainSolver(), Rematerialiser()]
         if len(problem.time_ns) <= _TINY:
             others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
         for solver in others:
-            if not self._within(best, moments.lower_bound_ns):
+            if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
                 best = _fastest([best, self._limited(solver, start).solve(problem)])
         for baseline in BASELINES.values():
             if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
                 found = dataclasses.replace(baseline, time_limit_s=self._left(start)).solve(problem)
-                best = _fastest([best, pruned(problem, found)] if found.status.has_plan else [best])
+                if found.status.has_plan:
+                    best = _fastest([best, pruned(problem, found, deadline=deadline)])
         return best
 
     def _limited(self, solver: _Solver, start: float) -> _Solver:
-        """The solver with no more time than is left, a second at least."""
-        return dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, max(self._left(start), 1.0)))
+        """The solver with no more than its share of the time that is left."""
+        share = _CHAIN_SHARE if isinstance(solver, ChainSolver) else 1.0
+        return dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, share * self._left(start)))
 
     def _within(self, plan: Solution, bound_ns: int) -> bool:
         """Whether there is a plan that is at most the gap that was asked for above the bound."""

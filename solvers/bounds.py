@@ -16,10 +16,10 @@ from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.strategies import BY_HAND
 
-_FLOOR_RULES = (RULES[0], RULES[4])
-_MORE_FLOOR_RULES = (*_FLOOR_RULES, RULES[5], RULES[6], RULES[1])
+FLOOR_RULES = (RULES[0], RULES[4])
+_MORE_FLOOR_RULES = (*FLOOR_RULES, RULES[5], RULES[6], RULES[1])
 _MEDIUM = 500  # ops up to which the walk is tried under more rules
-_CHAIN_SHARE = 0.5  # of the time limit, after which no region is searched for the chain
+_CHAIN_SHARE = 0.6  # of the time limit
 # Any plan at all, soon: it is called a dozen times.
 _SMALL_SOLVER = MomentsSolver(gap=math.inf, model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=0.3)
 _SMALL = 50  # ops up to which models are solved for the floor, in a second or two
@@ -113,14 +113,14 @@ def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: floa
     chain = least_peak(problem, deadline=start + _CHAIN_SHARE * time_limit_s)
     plan = min([keep_all, *by_hand, *((chain,) if chain else ())], key=lambda solution: solution.peak_bytes)
     slack = tolerance * plan.peak_bytes
-    rules = _FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
+    rules = FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
     for rule in rules:
         left = time_limit_s - (time.perf_counter() - start)
         if left < 0:
             break
         walk = Rematerialiser(rules=(rule,), improve=False, time_limit_s=left)
         _, plan = _bisect(problem, walk, (lower.bytes, plan), slack)
-    plan = pruned(problem.with_budget(plan.peak_bytes), plan)
+    plan = pruned(problem.with_budget(plan.peak_bytes), plan, deadline=start + time_limit_s)
     if len(problem.time_ns) > _SMALL:
         return Floor(plan, lower)
     at_low = _SMALL_SOLVER.solve(problem.with_budget(lower.bytes))

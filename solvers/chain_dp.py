@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,10 +98,11 @@ class ChainTable:
     Args:
         stages: the chain.
         capacity_bytes: largest m.
+        deadline: the table is left without any schedule where it is not full by then (``time.perf_counter``).
 
     """
 
-    def __init__(self, stages: Sequence[Stage], capacity_bytes: int) -> None:
+    def __init__(self, stages: Sequence[Stage], capacity_bytes: int, *, deadline: float = math.inf) -> None:
         """Fill the table."""
         self.stages = stages
         count = len(stages)
@@ -112,6 +114,8 @@ class ChainTable:
         self._stored = np.full(shape, np.inf)  # [t, q]: C(q,t,·) with the input of q stored out of the same bytes
         self._choice = np.full(shape, -1, dtype=np.int16)  # q, or `count` + option
         for length in range(count):
+            if time.perf_counter() > deadline:
+                return
             for s in range(count - length):
                 self._fill(s, s + length)
 

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _ABOVE = 1.2  # tables reach so much further than the budget: sums of rounded peaks overestimate what a plan takes
 _HALVINGS = 6  # in the search for the most that a table may be given
+_OPTIONS_SHARE = 0.5  # of the time limit; tables and plans come after it
 _SMALL = 128  # forward ops up to which every place is tried as a cut
 
 
@@ -104,7 +105,7 @@ class ChainSolver:
     Deterministic unless the time limit is hit.
 
     Attributes:
-        time_limit_s: no further way to cut the step is tried after this.
+        time_limit_s: wall-clock limit; half of it may go into the options of regions.
 
     """
 
@@ -116,32 +117,37 @@ class ChainSolver:
         keep_all = StoreAllSolver().solve(problem)
         if keep_all.status is Status.OPTIMAL:
             return dataclasses.replace(keep_all, solver="chain")
-        plans = (plan_within(model, problem) for model in chain_models(problem, deadline=start + self.time_limit_s))
+        deadline = start + self.time_limit_s
+        models = chain_models(problem, deadline=start + _OPTIONS_SHARE * self.time_limit_s)
+        plans = (plan_within(model, problem, deadline=deadline) for model in models)
         found = [plan for plan in plans if plan is not None]
         return _solution(problem, min(found, key=lambda order: _time(problem, order)) if found else None, start)
 
 
 def least_peak(problem: Problem, *, deadline: float = math.inf) -> Solution | None:
-    """The plan of least peak of all chains, pruned within that peak; ``None`` where there is no chain."""
+    """The plan of least peak of all chains, pruned within that peak; ``None`` where there is no chain, or no time.
+
+    Half of the time until ``deadline`` (``time.perf_counter``) may go into the options of regions.
+    """
     start = time.perf_counter()
     peak = StoreAllSolver().solve(problem.with_budget(sys.maxsize)).peak_bytes
     best: tuple[int, tuple[int, ...]] | None = None
-    for model in chain_models(problem, deadline=deadline):
-        found = _least(model, peak)
+    for model in chain_models(problem, deadline=start + _OPTIONS_SHARE * (deadline - start)):
+        found = _least(model, peak, deadline)
         if found is not None and (best is None or found < best):
             best = found
     if best is None:
         return None
     within = problem.with_budget(best[0])
-    return _solution(within, prune(within, best[1]), start)
+    return _solution(within, prune(within, best[1], deadline=deadline), start)
 
 
-def _least(model: ChainModel, peak: int) -> tuple[int, tuple[int, ...]] | None:
+def _least(model: ChainModel, peak: int, deadline: float) -> tuple[int, tuple[int, ...]] | None:
     """Least peak, and its order, for one chain: a coarse table, and a fine one for what that finds."""
     best: tuple[int, tuple[int, ...]] | None = None
     capacity = peak - model.problem.static_bytes
     for _ in range(2):
-        table = ChainTable(model.stages, capacity)
+        table = ChainTable(model.stages, capacity, deadline=deadline)
         level = table.least_level()
         if level is None:
             break
@@ -154,15 +160,15 @@ def _least(model: ChainModel, peak: int) -> tuple[int, tuple[int, ...]] | None:
     return best
 
 
-def plan_within(model: ChainModel, problem: Problem) -> tuple[int, ...] | None:
-    """The fastest order of one chain within the budget of ``problem``, pruned, or ``None``.
+def plan_within(model: ChainModel, problem: Problem, *, deadline: float = math.inf) -> tuple[int, ...] | None:
+    """The fastest order of one chain within the budget of ``problem``, pruned, or ``None``, also where time is up.
 
     What the table counts as live is more than what is: it is given more than the budget where the plan still fits.
     """
     capacity = problem.capacity_bytes
     if capacity <= 0:
         return None
-    table = ChainTable(model.stages, int(_ABOVE * capacity))
+    table = ChainTable(model.stages, int(_ABOVE * capacity), deadline=deadline)
     least = table.least_level()
     if least is None:
         return None
@@ -178,7 +184,7 @@ def plan_within(model: ChainModel, problem: Problem) -> tuple[int, ...] | None:
         low = least
         best = fitting(low)
     for _ in range(_HALVINGS):
-        if best is None or high <= low:
+        if best is None or high <= low or time.perf_counter() > deadline:
             break
         middle = (low + high + 1) // 2
         order = best if table.cost(middle) == table.cost(low) else fitting(middle)
@@ -186,7 +192,7 @@ def plan_within(model: ChainModel, problem: Problem) -> tuple[int, ...] | None:
             high = middle - 1
         else:
             low, best = middle, order
-    return None if best is None else prune(problem, best)
+    return None if best is None else prune(problem, best, deadline=deadline)
 
 
 def _time(problem: Problem, order: Sequence[int]) -> int:

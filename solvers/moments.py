@@ -164,7 +164,8 @@ class _Search:
         if not violated:
             self._offer(order)
             return []
-        self._offer(prune(problem, repair(problem, order)))
+        deadline = self.start + self.options.time_limit_s
+        self._offer(prune(problem, repair(problem, order, deadline=deadline), deadline=deadline))
         try:
             self._offer(rematerialised_order(problem, decisions, time_limit_s=self._time_left()))
         except OutOfBudgetError as error:

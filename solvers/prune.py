@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -113,12 +115,13 @@ class _Profile:
         self.live[position] = 0
 
 
-def prune(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
+def prune(problem: Problem, order: Sequence[int], *, deadline: float = math.inf) -> tuple[int, ...]:
     """Remove recomputations from ``order`` while the live bytes stay within the budget.
 
     Without a recomputation the previous copy of each of its outputs stays from its last use on. Those that save most
     time per byte and execution of extended life are tried first, until none can be removed. The order must be
-    executable; it need not be within the budget where it is left alone. Deterministic.
+    executable; it need not be within the budget where it is left alone. Deterministic, unless ``deadline``
+    (``time.perf_counter``) passes.
     """
     profile = _Profile(problem, order)
     last_seen: dict[int, int] = {}
@@ -135,14 +138,16 @@ def prune(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
     while progress:
         progress = False
         for _, position in candidates:
+            if time.perf_counter() > deadline:
+                return tuple(op for position, op in enumerate(order) if position not in removed)
             if position not in removed and profile.try_remove(position, problem.capacity_bytes):
                 removed.add(position)
                 progress = True
     return tuple(op for position, op in enumerate(order) if position not in removed)
 
 
-def pruned(problem: Problem, solution: Solution) -> Solution:
-    """The plan of a solution, pruned within the budget of ``problem``."""
-    steps = with_frees(problem, prune(problem, compute_order(solution.steps)))
+def pruned(problem: Problem, solution: Solution, *, deadline: float = math.inf) -> Solution:
+    """The plan of a solution, pruned within the budget of ``problem`` until ``deadline``."""
+    steps = with_frees(problem, prune(problem, compute_order(solution.steps), deadline=deadline))
     figures = simulate(problem, steps)
     return dataclasses.replace(solution, steps=steps, step_time_ns=figures.step_time_ns, peak_bytes=figures.peak_bytes)

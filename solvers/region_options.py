@@ -212,22 +212,27 @@ def _live(problem: Problem, order: Sequence[int]) -> list[int]:
     return live
 
 
-def find_orders(local: LocalProblem, *, levels: int) -> list[tuple[int, ...]]:
-    """Orders of a turn or pass for ``levels`` limits on what is kept, and for low limits on what is live."""
+def find_orders(local: LocalProblem, *, levels: int, deadline: float = math.inf) -> list[tuple[int, ...]]:
+    """Orders of a turn or pass for ``levels`` limits on what is kept, and for low limits on what is live.
+
+    After ``deadline`` (``time.perf_counter``) no more are looked for.
+    """
     problem = local.problem
     keep_all = tuple(range(len(local.ops)))
     peak = max(_live(problem, keep_all))
     orders = [keep_all]
     if local.barrier < 0:
-        return [*orders, *_low_orders(problem.with_budget, 0, peak, levels)]
+        return [*orders, *_low_orders(problem.with_budget, 0, peak, levels, deadline)]
     most = _live(problem, keep_all)[local.barrier]
     least = sum(problem.storage_bytes[s] for s in {*problem.inputs[local.barrier], *problem.outputs[local.barrier]})
     limits = sorted({least + (most - least) * level // levels for level in range(levels)})
     for level, limit in enumerate(limits):
+        if time.perf_counter() > deadline:
+            break
         if limit < most:
             orders.extend(_kept_within(local, limit))
         if level % 3 == 0:
-            orders.extend(_low_orders(_limited_at_barrier(local, limit), limit, max(peak, limit), 2))
+            orders.extend(_low_orders(_limited_at_barrier(local, limit), limit, max(peak, limit), 2, deadline))
     return orders
 
 
@@ -255,7 +260,9 @@ def _limited_at_barrier(local: LocalProblem, limit: int) -> Callable[[int], Prob
     return problem
 
 
-def _low_orders(problem_at: Callable[[int], Problem], low: int, high: int, count: int) -> list[tuple[int, ...]]:
+def _low_orders(
+    problem_at: Callable[[int], Problem], low: int, high: int, count: int, deadline: float
+) -> list[tuple[int, ...]]:
     """Orders for ``count`` budgets between the least that the walk gets by with and ``high``, the least included."""
     problem = problem_at(high)
     low = max(low, *(_demand(problem, op) for op in range(len(problem.time_ns))))
@@ -265,14 +272,14 @@ def _low_orders(problem_at: Callable[[int], Problem], low: int, high: int, count
             break
         middle = (low + floor) // 2
         problem = problem_at(middle)
-        order = next(_walks(problem), None)
+        order = next(_walks(problem, deadline), None)
         if order is None:
             low = middle
         else:
             floor = max(_live(problem, order))
     orders: list[tuple[int, ...]] = []
     for budget in sorted({floor + (high - floor) * level // count for level in range(count)} - {high}):
-        orders.extend(_walks(problem_at(budget)))
+        orders.extend(_walks(problem_at(budget), deadline))
     return orders
 
 
@@ -282,11 +289,11 @@ def _demand(problem: Problem, op: int) -> int:
     return sum(problem.storage_bytes[s] for s in storages) + problem.workspace_bytes[op]
 
 
-def _walks(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """What the strict-budget walk finds under several rules."""
+def _walks(problem: Problem, deadline: float) -> Iterator[tuple[int, ...]]:
+    """What the strict-budget walk finds under several rules until ``deadline``."""
     for rule in _WALK_RULES:
         try:
-            yield rematerialised_order(problem, rule=rule)
+            yield rematerialised_order(problem, rule=rule, time_limit_s=deadline - time.perf_counter())
         except OutOfBudgetError:
             continue
 
@@ -377,7 +384,7 @@ class RegionOptions:
             if form not in self._orders:
                 late = time.perf_counter() > deadline
                 keep_all = tuple(range(len(local.ops)))
-                self._orders[form] = [keep_all] if late else find_orders(local, levels=levels)
+                self._orders[form] = [keep_all] if late else find_orders(local, levels=levels, deadline=deadline)
             options = pareto([evaluate(whole, chain, i, local, order) for order in self._orders[form]])
             (self.turns if turn else self.passes)[i] = options
 

@@ -82,7 +82,7 @@ class _Walk:
         guide: Decisions | None,
         *,
         execution_limit: int,
-        time_limit_s: float,
+        deadline: float,
     ) -> None:
         storages = len(problem.storage_bytes)
         self.problem = problem
@@ -92,7 +92,7 @@ class _Walk:
         self.live = 0
         self.depth = 0
         self.execution_limit = execution_limit
-        self.deadline = time.perf_counter() + time_limit_s
+        self.deadline = deadline
         self.work = 0  # ops in all stretches that rebuilding looked at
         self.never = float(4 * len(problem.time_ns) + 4)
         self.resident: set[int] = set()
@@ -384,16 +384,17 @@ def rematerialised_order(
         guide: decisions of a moments model: what they keep is evicted last, what they drop first.
         rule: the eviction score.
         improve: whether to prune the order.
-        time_limit_s: the walk ends after this.
+        time_limit_s: the walk ends after this, and so does pruning.
 
     Raises:
         OutOfBudgetError: the walk found no room for an op, or no time, which proves nothing about other schedules.
 
     """
     limit = 3 * len(problem.time_ns) + 500
-    walk = _Walk(problem, rule, guide, execution_limit=limit, time_limit_s=time_limit_s)
+    deadline = time.perf_counter() + time_limit_s
+    walk = _Walk(problem, rule, guide, execution_limit=limit, deadline=deadline)
     order = walk.run()
-    return prune(problem, order) if improve else order
+    return prune(problem, order, deadline=deadline) if improve else order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

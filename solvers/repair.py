@@ -7,7 +7,11 @@ stretches where the relaxation does not look, into plans at the price of a few c
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from solvers.extract import missing_ops
 from solvers.problem import Problem
@@ -68,19 +72,19 @@ def _overflow(live: Sequence[int], capacity: int) -> int:
     return sum(b - capacity for b in live if b > capacity)
 
 
-def repair(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
+def repair(problem: Problem, order: Sequence[int], *, deadline: float = math.inf) -> tuple[int, ...]:
     """Insert recomputations until the order fits the budget, or until nothing helps; the result may be over it still.
 
     At the first execution over the budget, the storages that are only held there for a later read are ranked by the
     time to rebuild them at that read per byte that counts. The first whose loss reduces the overflow (bytes over the
-    budget, summed over executions) is dropped. Deterministic.
+    budget, summed over executions) is dropped. Deterministic, unless ``deadline`` (``time.perf_counter``) passes.
     """
     capacity = problem.capacity_bytes
     current = tuple(order)
     copies = _copies(problem, current)
     live = _live(problem, current, copies)
     work = 0
-    while work < _WORK:
+    while work < _WORK and time.perf_counter() < deadline:
         overflow = _overflow(live, capacity)
         if not overflow:
             break
@@ -102,11 +106,12 @@ def _splits(
 ) -> list[tuple[int, ...]]:
     """Orders in which one storage is dropped before ``where`` and rebuilt right before its next read, best first."""
     options: list[tuple[float, int, int, list[int]]] = []
+    storage, made, end = np.array([(c.storage, c.made, c.end) for c in copies]).T
     for copy in copies:
         if not copy.made < where < copy.end or where in copy.reads or not problem.storage_bytes[copy.storage]:
             continue
         again = next((r for r in copy.reads if r > where), len(order))
-        resident = {c.storage for c in copies if c.made < again <= c.end and c is not copy}
+        resident = set(storage[(made < again) & (again <= end)].tolist()) - {copy.storage}
         try:
             ops = missing_ops(problem, (copy.storage,), resident)
         except ValueError:

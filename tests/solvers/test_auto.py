@@ -66,6 +66,43 @@ def test_same_problem_same_plan():
     assert dataclasses.replace(first, solve_seconds=0.0) == dataclasses.replace(second, solve_seconds=0.0)
 
 
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_larger_budget_is_never_slower(seed):
+    """Bounds never rise, and a plan proven to be the best is no slower than any plan of a smaller budget."""
+    solutions = [AutoSolver(gap=0.0).solve(random_chain(seed, length=8, budget=share)) for share in SHARES]
+    bounds = [s.lower_bound_ns for s in solutions if s.status.has_plan]
+    times = [s.step_time_ns for s in solutions if s.status.has_plan]
+    assert len(times) >= 4
+    assert bounds == sorted(bounds, reverse=True)
+    for larger, solution in enumerate(solutions):
+        if solution.status is Status.OPTIMAL:
+            assert all(solution.step_time_ns <= s.step_time_ns for s in solutions[:larger] if s.status.has_plan)
+
+
+@pytest.mark.parametrize(("times", "sizes"), [(1_000_003, 1), (1, 1_000_003), (977, 4096)])
+def test_units_do_not_matter(times, sizes):
+    solver = AutoSolver(gap=1e-4)  # times below are far coarser, and proofs a little less exact
+    optimal = 0
+    for seed in range(8):
+        problem = random_chain(seed, length=8, budget=0.5)
+        scaled = dataclasses.replace(
+            problem,
+            time_ns=tuple(times * t for t in problem.time_ns),
+            storage_bytes=tuple(sizes * b for b in problem.storage_bytes),
+            workspace_bytes=tuple(sizes * b for b in problem.workspace_bytes),
+            budget_bytes=sizes * problem.budget_bytes,
+        )
+        plain, other = solver.solve(problem), solver.solve(scaled)
+        assert plain.status.has_plan == other.status.has_plan
+        if plain.status is other.status is Status.OPTIMAL:
+            optimal += 1
+            assert other.step_time_ns == times * plain.step_time_ns
+    assert optimal >= 5
+
+
 def test_time_limit_is_kept():
     problem = random_problem(2, ops=300, budget=0.2)
     start = time.perf_counter()

@@ -50,6 +50,11 @@ def test_uniform_chains_take_the_binomial_number_of_steps(length):
         assert cost_of(table.schedule(checkpoints)) == added
 
 
+def test_a_table_that_is_not_full_in_time_has_no_schedule():
+    assert ChainTable(uniform_chain(6), 8).least_level() is not None
+    assert ChainTable(uniform_chain(6), 8, deadline=0.0).least_level() is None
+
+
 def cost_of(actions):
     """Time of a schedule of a uniform chain; checks that every action finds what it needs stored."""
     stored, total, turned = {0}, 0, []

@@ -123,3 +123,9 @@ def test_identical_regions_are_searched_once():
 def test_no_region_is_searched_after_the_deadline():
     assert list(chain_models(training_chain(10), deadline=0.0)) == []
     assert not ChainSolver(time_limit_s=0.0).solve(training_chain(10, budget_bytes=3)).status.has_plan
+
+
+def test_without_time_there_is_no_plan_and_no_least_peak():
+    problem = random_chain(3, length=8, budget=0.6)
+    assert not ChainSolver(time_limit_s=0.0).solve(problem).status.has_plan
+    assert least_peak(problem, deadline=0.0) is None

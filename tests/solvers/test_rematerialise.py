@@ -86,3 +86,9 @@ def test_pruning_removes_every_recomputation_that_fits():
 def test_same_problem_same_plan():
     problem = random_problem(5, ops=40)
     assert Rematerialiser().solve(problem).steps == Rematerialiser().solve(problem).steps
+
+
+def test_nothing_is_pruned_after_the_deadline():
+    problem = training_chain(5)
+    order = (0, 1, 0, 1, *range(2, 10))
+    assert prune(problem.with_budget(keep_all_peak(problem)), order, deadline=0.0) == order

@@ -35,3 +35,9 @@ def test_most_chains_a_little_over_the_budget_are_repaired():
     problems = [random_chain(seed, length=10, budget=0.8) for seed in range(40)]
     repaired = [peak_of(p, repair(p, range(20))) <= p.budget_bytes for p in problems]
     assert sum(repaired) >= 36
+
+
+def test_nothing_is_repaired_after_the_deadline():
+    problem = training_chain(6)
+    tight = problem.with_budget(keep_all_peak(problem) - 1)
+    assert repair(tight, range(12), deadline=0.0) == tuple(range(12))
