@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from graphs.ir import Costs, TrainingGraph
+from graphs.links import Link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Problem:
         op_names: for messages; same length as ``time_ns``.
         op_modules: dotted module path of each op, for messages and for strategies that go by modules; may be empty.
         op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
+        link: what copies storages to the host and back; ``None`` where there is no host tier.
+        host_bytes: the most bytes of copies on the host; each lasts until the step ends.
 
     """
 
@@ -52,6 +55,8 @@ class Problem:
     op_names: tuple[str, ...] = ()
     op_modules: tuple[str, ...] = ()
     op_targets: tuple[str, ...] = ()
+    link: Link | None = None
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse inconsistent lengths, negative figures, reads before production, storages made twice or never."""
@@ -142,6 +147,20 @@ class Problem:
     def with_static(self, static_bytes: int) -> Problem:
         """The same problem with so many bytes resident throughout."""
         return dataclasses.replace(self, static_bytes=static_bytes)
+
+    def with_link(self, link: Link | None, host_bytes: int) -> Problem:
+        """The same problem with so many bytes of host memory behind a link; ``None``: without a host tier."""
+        return dataclasses.replace(self, link=link, host_bytes=host_bytes if link is not None else 0)
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether any storage may be copied to the host."""
+        return self.link is not None and self.host_bytes > 0
+
+    def may_offload(self, storage: int) -> bool:
+        """Whether a storage may be copied to the host: it has bytes, and no fewer than the link's least."""
+        size = self.storage_bytes[storage]
+        return self.link is not None and 0 < size <= self.host_bytes and size >= self.link.least_bytes
 
     @property
     def capacity_bytes(self) -> int:
