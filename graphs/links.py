@@ -85,7 +85,10 @@ LINKS: Final[Mapping[str, Link]] = types.MappingProxyType(
         "pcie4-x16": _pcie(4, 16),
         "pcie5-x16": _pcie(5, 32),
         "nvlink-c2c": Link(
-            450e9, 450e9, name="nvlink-c2c", source="NVIDIA Grace Hopper Superchip Architecture, whitepaper: 450 GB/s each way"
+            450e9,
+            450e9,
+            name="nvlink-c2c",
+            source="NVIDIA Grace Hopper Superchip Architecture, whitepaper: 450 GB/s each way",
         ),
     }
 )

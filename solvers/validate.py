@@ -50,7 +50,13 @@ def validate(problem: Problem, solution: Solution) -> None:
         elif isinstance(step, Compute):
             _check_compute(problem, step.op, position, resident, executions)
             executions[step.op] = executions.get(step.op, 0) + 1
-            time_ns = max([time_ns, *map(copies.settled_at, problem.outputs[step.op]), *map(copies.there_at, problem.inputs[step.op])])
+            time_ns = max(
+                [
+                    time_ns,
+                    *map(copies.settled_at, problem.outputs[step.op]),
+                    *map(copies.there_at, problem.inputs[step.op]),
+                ]
+            )
             time_ns += problem.time_ns[step.op]
             made = {storage: problem.storage_bytes[storage] for storage in problem.outputs[step.op]}
             scratch = problem.workspace_bytes[step.op]
