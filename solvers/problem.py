@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from graphs.ir import Costs, TrainingGraph
+from graphs.ir import Costs, StorageKind, TrainingGraph
 from graphs.links import Link
 
 
@@ -39,6 +39,7 @@ class Problem:
         op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
         link: what copies storages to the host and back; ``None`` where there is no host tier.
         host_bytes: the most bytes of copies on the host; each lasts until the step ends.
+        movable: storages that may be copied to the host; ``None``: all.
 
     """
 
@@ -57,6 +58,7 @@ class Problem:
     op_targets: tuple[str, ...] = ()
     link: Link | None = None
     host_bytes: int = 0
+    movable: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse inconsistent lengths, negative figures, reads before production, storages made twice or never."""
@@ -106,6 +108,7 @@ class Problem:
             op_names=tuple(op.name for op in graph.ops),
             op_modules=tuple(op.module_path for op in graph.ops),
             op_targets=tuple(op.target for op in graph.ops),
+            movable=frozenset(index[s] for s in dynamic if graph.storages[s].kind is StorageKind.ACTIVATION),
         )
 
     @staticmethod
@@ -160,7 +163,9 @@ class Problem:
     def may_offload(self, storage: int) -> bool:
         """Whether a storage may be copied to the host: it has bytes, and no fewer than the link's least."""
         size = self.storage_bytes[storage]
-        return self.link is not None and 0 < size <= self.host_bytes and size >= self.link.least_bytes
+        if self.link is None or (self.movable is not None and storage not in self.movable):
+            return False
+        return 0 < size <= self.host_bytes and size >= self.link.least_bytes
 
     @property
     def capacity_bytes(self) -> int:

@@ -96,7 +96,8 @@ class _Copies:
         if any(storage == copied for copied, _, _ in self.outward):
             raise InvalidPlan(f"step {position} copies out storage {storage}, which is on the host already")
         size, link = self.problem.storage_bytes[storage], self.problem.link
-        if link is None or size < max(link.least_bytes, 1):
+        fixed = self.problem.movable is not None and storage not in self.problem.movable
+        if link is None or fixed or size < max(link.least_bytes, 1):
             raise InvalidPlan(f"step {position} copies out storage {storage}, which this problem does not allow")
         on_host = size + sum(self.problem.storage_bytes[copied] for copied, _, _ in self.outward)
         if on_host > self.problem.host_bytes:
