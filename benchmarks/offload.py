@@ -52,11 +52,9 @@ def main() -> None:
             label = f"{fraction:g}, {name or 'no link'}"
             bound = f"{100 * (solution.lower_bound_ns / keep_all - 1):.3f}"
             if not solution.status.has_plan:
-                table.add(
-                    f"{fraction:g}", name or "none", "-", bound, "-", "-", "-", "-", f"{seconds:.1f}", solution.status
-                )
-                proven = solution.message.startswith("no schedule fits")
-                if not proven:
+                rest = ("-", "-", "-", "-", f"{seconds:.1f}", solution.status)
+                table.add(f"{fraction:g}", name or "none", "-", bound, *rest)
+                if not solution.message.startswith("no schedule fits"):
                     failures.append(f"{label}: {solution.message}")
                 continue
             validate(row, solution)
@@ -80,8 +78,8 @@ def main() -> None:
                 failures.append(f"{label}: {added:.2f} % added")
     table.show()
     note = (
-        "Gradients of all weights and the logits live at the end of the step: 18.2 GB, which is 0.242 of the peak. Below "
-        "that no schedule fits, with or without a link."
+        "Gradients of all weights and the logits live at the end of the step: 18.2 GB, which is 0.242 of the peak. "
+        "Below that no schedule fits, with or without a link."
     )
     if not options.no_write:
         print(write_results("offload", "Keep, recompute or move to the host", [table], [note]))

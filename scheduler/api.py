@@ -87,8 +87,8 @@ def schedule(
         offload: whether activations may be copied to host memory and back, beside computation: ``False``, ``"auto"``
             (where that lowers the step time, and the device has a link) or ``True`` (the same, and an error where no
             link is known). Goes neither with ``dynamic`` nor with ``allow_graph_breaks``.
-        link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``: that
-            of the device, measured once. On the CPU, threads copy at the stated bandwidth.
+        link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``:
+            that of the device, measured once. On the CPU, threads copy at the stated bandwidth.
         host_budget_gb: most bytes of copies, as ``budget_gb``; ``None``: half of the host's free memory.
         plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
             the first schedule that is known.

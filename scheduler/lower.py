@@ -283,7 +283,7 @@ class _Half:
                     way.discard(storage)
                     target = LEAVE if way is self.host.leaving else ARRIVE
                     args = (self.value_of(_HostCopy(storage)), self.host.number)
-                    self._call(target, args, {}, target.name().split("::")[1]).meta["val"] = None
+                    self._call(target, args, {}, "leave" if way is self.host.leaving else "arrive").meta["val"] = None
 
     def _bases(self, storage: int) -> list[fx.Node]:
         """The joint nodes that a kernel makes in a storage."""

@@ -399,19 +399,22 @@ class Plan:
             raise PlanFormatError(f"{path}: {error}") from error
 
 
-_STEP_NAMES: Final = {Compute: "compute", Free: "free", Offload: "offload", Prefetch: "prefetch"}
-_STEPS: Final = {name: kind for kind, name in _STEP_NAMES.items()}
-
-
 def _pack(step: Step) -> list[str | int]:
-    return [_STEP_NAMES[type(step)], step.op if isinstance(step, Compute) else step.storage]
+    return [type(step).__name__.lower(), step.op if isinstance(step, Compute) else step.storage]
 
 
 def _unpack(packed: list[Any]) -> Step:
-    name, index = packed
-    if name not in _STEPS:
-        raise ValueError(f"unknown step {name!r}")
-    return _STEPS[name](int(index))
+    name, index = packed[0], int(packed[1])
+    match name:
+        case "compute":
+            return Compute(index)
+        case "free":
+            return Free(index)
+        case "offload":
+            return Offload(index)
+        case "prefetch":
+            return Prefetch(index)
+    raise ValueError(f"unknown step {name!r}")
 
 
 def _first_difference(planned: TrainingGraph, given: TrainingGraph) -> str:

@@ -91,18 +91,22 @@ class Settings:
             raise ValueError(f"dynamic={self.dynamic!r}: give None or 'bucket'")
         if self.allow_graph_breaks and self.dynamic is not None:
             raise ValueError("dynamic= and allow_graph_breaks=True do not go together: pieces are planned per shape")
-        if self.offload not in (False, True, "auto"):
-            raise ValueError(f"offload={self.offload!r}: give True, False or 'auto'")
-        if self.offload and (self.allow_graph_breaks or self.dynamic is not None):
-            raise ValueError("offload= goes neither with allow_graph_breaks=True nor with dynamic='bucket'")
-        if not self.offload and (self.link is not None or self.host_bytes is not None):
-            raise ValueError("link= and host_budget_gb= say how to copy to the host: give offload='auto' with them")
+        self._check_offload()
         if not self.time_limit_s > 0:
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
         if not self.gap >= 0:
             raise ValueError(f"gap={self.gap!r}: give a number of at least 0 (0.005 is half a per cent)")
         if isinstance(self.device_spec, str):
             device_spec(self.device_spec)
+
+    def _check_offload(self) -> None:
+        """Refuse options of the host tier that do not go together."""
+        if self.offload not in (False, True, "auto"):
+            raise ValueError(f"offload={self.offload!r}: give True, False or 'auto'")
+        if self.offload and (self.allow_graph_breaks or self.dynamic is not None):
+            raise ValueError("offload= goes neither with allow_graph_breaks=True nor with dynamic='bucket'")
+        if not self.offload and (self.link is not None or self.host_bytes is not None):
+            raise ValueError("link= and host_budget_gb= say how to copy to the host: give offload='auto' with them")
 
 
 def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan:

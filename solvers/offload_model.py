@@ -16,12 +16,13 @@ fetched need not be recomputed. (Where s becomes resident first by a recomputati
     out      for every op τ before p_k:  Σ_{made(s) ≥ τ} out(s) O[k,s]  ≤  T(τ, p_k) + Σ D over (τ, p_k)
     back     for every op τ after p_k:   Σ_{due(s) ≤ τ} back(s) O[k,s]  ≤  T(p_k, τ) + Σ D over (p_k, τ)
 
-T is the time of first executions, from the end of op τ to the start of p_k, and from the end of p_k to the start of τ. ``due(s)``: the first op after p_k that reads s; where only recomputations read it, the last op for
-which one can be of use. They hold since O[k,s] = 1 says that s had left entirely when op p_k started (it is not resident,
-and only a whole copy is dropped), that its copy began after its production, and that it came back between p_k and its
-use; copies of one direction exclude each other, and take their latency and their bytes at the link's rate. The clock of
-a schedule runs as that of first executions, stretched by no more than what it adds in the intervals between, which the
-objective counts: Σ w X + Σ E. So the optimum is a lower bound for schedules with copies as well.
+T is the time of first executions, from the end of op τ to the start of p_k, and from the end of p_k to the start of
+τ. ``due(s)``: the first op after p_k that reads s; where only recomputations read it, the last op for which one can
+be of use. They hold since O[k,s] = 1 says that s had left entirely when op p_k started (it is not resident, and only
+what is copied whole is dropped), that its copy began after its production, and that it came back between p_k and its
+use; copies of one direction exclude each other, and take their latency and their bytes at the link's rate. The clock
+of a schedule runs as that of first executions, stretched by no more than what it adds in the intervals between, which
+the objective counts: Σ w X + Σ E. So the optimum is a lower bound for schedules with copies as well.
 
 Storages that the problem does not allow to copy have no O. Whether the link is duplex is not used.
 """

@@ -230,7 +230,7 @@ def _check_end(problem: Problem, executed: int, resident: list[bool]) -> None:
             raise ValueError(f"storage {s} (made by {maker}) must be live at the end, and is not resident then")
 
 
-def with_frees(problem: Problem, compute_order: Iterable[int]) -> tuple[Step, ...]:
+def with_frees(problem: Problem, compute_order: Iterable[int]) -> tuple[Compute | Free, ...]:
     """Turn an order of executions into steps that hold every storage no longer than needed.
 
     Each copy of a storage is freed right after the last execution that reads it before the storage is produced again,
@@ -251,7 +251,7 @@ def with_frees(problem: Problem, compute_order: Iterable[int]) -> tuple[Step, ..
     for s, position in last_use.items():
         if s not in problem.live_at_end:
             freed_after[position].append(s)
-    steps: list[Step] = []
+    steps: list[Compute | Free] = []
     for op, storages in zip(order, freed_after, strict=True):
         steps.append(Compute(op))
         steps.extend(Free(s) for s in sorted(storages))

@@ -1,4 +1,4 @@
-"""The link of a CUDA device, measured: copies between pinned host memory and the device, once, and remembered on disk."""
+"""The link of a CUDA device, measured once: copies between pinned host memory and the device, remembered on disk."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _time_ns(size: int, device: torch.device, *, outward: bool) -> int:
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(size, dtype=torch.uint8, device=device)
     target, source = (host, there) if outward else (there, host)
-    times = []
+    times: list[float] = []
     for _ in range(_REPEATS + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         begin.record()
         target.copy_(source, non_blocking=True)

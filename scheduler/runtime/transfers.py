@@ -85,12 +85,13 @@ class Transfers(abc.ABC):
         storage = x.untyped_storage()
         if storage.nbytes() != self.slots[slot].bytes:
             raise TransferError(
-                f"{self.slots[slot].label}: its storage has {storage.nbytes()} bytes, planned were {self.slots[slot].bytes}"
+                f"{self.slots[slot].label} has {storage.nbytes()} bytes, and {self.slots[slot].bytes} were planned"
             )
         self._collect()
         memory = self._free[slot].pop() if self._free[slot] else self._allocate(self.slots[slot])
         host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
-        copies = _Copies(StorageWeakRef(host.untyped_storage()), slot, memory)
+        alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
+        copies = _Copies(alive, slot, memory)
         self._busy[host.data_ptr()] = copies
         copies.out = self._start(memory, _flat(storage, x.device), None, self.slots[slot], outward=True)
         return host
@@ -118,7 +119,7 @@ class Transfers(abc.ABC):
 
     def _collect(self) -> None:
         """Take back the buffers that nothing refers to any more, once their copies have ended."""
-        for address, copies in [item for item in self._busy.items() if item[1].alive.expired()]:
+        for address, copies in [item for item in self._busy.items() if _is_over(item[1])]:
             for handle in (copies.out, copies.back):
                 if handle is not None:
                     self._settle(handle)
@@ -249,7 +250,8 @@ class CudaTransfers(Transfers):
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         super().__init__(slots)
         self.device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -262,7 +264,7 @@ class CudaTransfers(Transfers):
             stream.wait_event(after.end)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            end = torch.cuda.Event()
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record(stream)
         return _Queued(end, (target, source))
 
@@ -282,9 +284,14 @@ _known: weakref.WeakValueDictionary[int, Transfers] = weakref.WeakValueDictionar
 _LIBRARY: Final = "checkpoint_scheduler"
 
 
+def _is_over(copies: _Copies) -> bool:
+    """Whether nothing refers to a host buffer any more."""
+    return bool(copies.alive.expired())  # type: ignore[no-untyped-call]
+
+
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     """The bytes of a storage as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 @torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())

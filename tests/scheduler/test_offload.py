@@ -82,7 +82,7 @@ def same(first, second):
 def transfers_behind(model):
     """What moves the storages of the step that was scheduled last."""
     number = next(n.args[1] for n in graphs_of(model)[0].graph.nodes if n.target is transfers.OFFLOAD)
-    return transfers._known[number]  # noqa: SLF001
+    return transfers._known[number]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -224,7 +224,7 @@ def test_refused_host_memory_plans_again_without(monkeypatch, caplog):
 
 def test_refused_host_memory_is_an_error_that_says_for_what(monkeypatch):
     monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
-    with pytest.raises(HostMemoryError, match="77 bytes of host memory for relu of h.3"):
+    with pytest.raises(HostMemoryError, match=r"77 bytes of host memory for relu of h\.3"):
         ThreadTransfers([Slot(77, "relu of h.3")], FAST)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -127,10 +128,8 @@ def test_a_stated_time_that_leaves_out_a_stall_is_refused():
 def hosted(seed: int) -> Problem:
     """A random tiny problem with a random host tier."""
     draw = random.Random(seed)
-    if seed % 2:
-        problem = random_chain(seed, length=3)
-    else:
-        problem = random_problem(seed, max_ops=5, budget=0.6 * draw.random())
+    shape = functools.partial(random_problem, max_ops=5, budget=0.6 * draw.random())
+    problem = random_chain(seed, length=3) if seed % 2 else shape(seed)
     link = Link(
         draw.choice((0.5e9, 1e9, 3e9, 8e9)),
         draw.choice((1e9, 2e9, 4e9)),
