@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from graphs._torch import OpOverload, schema_of
 from graphs.costs.devices import DeviceSpec, device_spec
 from graphs.costs.link import measured_link
 from graphs.costs.profiled import profiled
@@ -154,9 +155,18 @@ def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Pr
     if host is None:
         host = int(HOST_SHARE * free_bytes(torch.device("cpu")))
     index = {storage: i for i, storage in enumerate(Problem.graph_storages(capture.graph))}
-    snapshots = {index[capture.graph.ops[op].outputs[0]] for op in capture.snapshots}  # may be the static tensor itself
+    fixed = {index[s] for s in _never_copied(capture) if s in index}
     assert problem.movable is not None
-    return dataclasses.replace(problem.with_link(link, host), movable=problem.movable - snapshots)
+    return dataclasses.replace(problem.with_link(link, host), movable=problem.movable - fixed)
+
+
+def _never_copied(capture: Capture) -> Iterator[int]:
+    """Storages whose first bytes are not their last, and snapshots, which may be the static tensor itself."""
+    for op in capture.snapshots:
+        yield capture.graph.ops[op].outputs[0]
+    for node in capture.nodes:
+        if node is not None and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
+            yield from (capture.storage_of[n] for n in (node, *node.all_input_nodes) if n in capture.storage_of)
 
 
 def transfers_of(capture: Capture, plan: Plan, slots: Sequence[Slot]) -> Transfers:

@@ -39,7 +39,8 @@ class Problem:
         op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
         link: what copies storages to the host and back; ``None`` where there is no host tier.
         host_bytes: the most bytes of copies on the host; each lasts until the step ends.
-        movable: storages that may be copied to the host; ``None``: all.
+        movable: storages that may be copied to the host; ``None``: all. Of a captured graph: activations that the
+            forward makes (what the backward makes may be added to in place after it was copied).
 
     """
 
@@ -108,7 +109,9 @@ class Problem:
             op_names=tuple(op.name for op in graph.ops),
             op_modules=tuple(op.module_path for op in graph.ops),
             op_targets=tuple(op.target for op in graph.ops),
-            movable=frozenset(index[s] for s in dynamic if graph.storages[s].kind is StorageKind.ACTIVATION),
+            movable=frozenset(
+                index[s] for s in dynamic if graph.storages[s].kind is StorageKind.ACTIVATION and _in_forward(graph, s)
+            ),
         )
 
     @staticmethod
@@ -200,3 +203,9 @@ class Problem:
         name = self.op_names[op] if self.op_names else f"op {op}"
         module = self.op_modules[op] if self.op_modules else ""
         return f"{name} in {module}" if module else name
+
+
+def _in_forward(graph: TrainingGraph, storage: int) -> bool:
+    """Whether a forward op makes a storage."""
+    producer = graph.storages[storage].producer
+    return producer is not None and producer < graph.forward_ops
