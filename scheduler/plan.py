@@ -194,7 +194,8 @@ class Plan:
         """The scheduling problem that the solution answers. Without a budget: with one that keeping all just fits."""
         static = self.static_bytes
         problem = Problem.from_graph(self.graph, self.costs, self.budget_bytes or 0, static_bytes=static)
-        problem = problem.with_link(self.link, self.host_bytes)
+        movable = Problem.movable_of(self.graph)
+        problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
         return problem.with_budget(simulate(problem, store_all_steps(problem)).peak_bytes)

@@ -156,8 +156,7 @@ def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Pr
         host = int(HOST_SHARE * free_bytes(torch.device("cpu")))
     index = {storage: i for i, storage in enumerate(Problem.graph_storages(capture.graph))}
     fixed = {index[s] for s in _never_copied(capture) if s in index}
-    assert problem.movable is not None
-    return dataclasses.replace(problem.with_link(link, host), movable=problem.movable - fixed)
+    return dataclasses.replace(problem.with_link(link, host), movable=Problem.movable_of(capture.graph) - fixed)
 
 
 def _never_copied(capture: Capture) -> Iterator[int]:

@@ -39,8 +39,7 @@ class Problem:
         op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
         link: what copies storages to the host and back; ``None`` where there is no host tier.
         host_bytes: the most bytes of copies on the host; each lasts until the step ends.
-        movable: storages that may be copied to the host; ``None``: all. Of a captured graph: activations that the
-            forward makes (what the backward makes may be added to in place after it was copied).
+        movable: storages that may be copied to the host; ``None``: all.
 
     """
 
@@ -109,15 +108,24 @@ class Problem:
             op_names=tuple(op.name for op in graph.ops),
             op_modules=tuple(op.module_path for op in graph.ops),
             op_targets=tuple(op.target for op in graph.ops),
-            movable=frozenset(
-                index[s] for s in dynamic if graph.storages[s].kind is StorageKind.ACTIVATION and _in_forward(graph, s)
-            ),
         )
 
     @staticmethod
     def graph_storages(graph: TrainingGraph) -> tuple[int, ...]:
         """The graph's storage index of each problem storage."""
         return tuple(s.index for s in graph.storages if not s.kind.is_static)
+
+    @classmethod
+    def movable_of(cls, graph: TrainingGraph) -> frozenset[int]:
+        """The storages of a graph's problem that may be copied to the host: activations that the forward makes.
+
+        What the backward makes may be added to in place after it was copied.
+        """
+        return frozenset(
+            i
+            for i, s in enumerate(cls.graph_storages(graph))
+            if graph.storages[s].kind is StorageKind.ACTIVATION and _in_forward(graph, s)
+        )
 
     @classmethod
     def from_single_outputs(
