@@ -20,12 +20,14 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Un
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "BackendCompilerFailed",
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "Unsupported",
     "UserError",
     "boxed",

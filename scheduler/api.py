@@ -13,6 +13,7 @@ from torch import fx, nn
 from graphs.capture import fake_step
 from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
+from graphs.links import Link, parse_link
 from scheduler.attach import Attachment, attachment_of, check_not_sharded
 from scheduler.errors import parse_budget
 from scheduler.loss import LOSS_ARGS
@@ -40,6 +41,9 @@ def schedule(
     never_recompute: Sequence[str] = (),
     dynamic: str | None = None,
     allow_graph_breaks: bool = False,
+    offload: bool | str = False,
+    link: str | Link | None = None,
+    host_budget_gb: float | str | None = None,
     plan: Plan | None = None,
 ) -> ModuleT:
     """Bound the memory of a module's training step, in place.
@@ -80,6 +84,12 @@ def schedule(
             measurement of the first step says where that matters. The first step of a new sequence of pieces runs each
             at its least memory, the second captures them again with plans that use the budget. ``model.plan`` is that
             of the piece where the step needs most. Nothing is planned ahead: samples and ``plan`` are refused.
+        offload: whether activations may be copied to host memory and back, beside computation: ``False``, ``"auto"``
+            (where that lowers the step time, and the device has a link) or ``True`` (the same, and an error where no
+            link is known). Goes neither with ``dynamic`` nor with ``allow_graph_breaks``.
+        link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``:
+            that of the device, measured once. On the CPU, threads copy at the stated bandwidth.
+        host_budget_gb: most bytes of copies, as ``budget_gb``; ``None``: half of the host's free memory.
         plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
             the first schedule that is known.
 
@@ -106,6 +116,9 @@ def schedule(
         never_recompute=_patterns(never_recompute),
         dynamic=dynamic,
         allow_graph_breaks=allow_graph_breaks,
+        offload=offload,
+        link=None if link is None else parse_link(link),
+        host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
     )
     settings.check()
     if allow_graph_breaks and (plan is not None or sample_args or sample_kwargs):
@@ -164,6 +177,9 @@ def plan(
     gap: float = 0.005,
     costs: str | Costs = "roofline",
     never_recompute: Sequence[str] = (),
+    offload: bool | str = False,
+    link: str | Link | None = None,
+    host_budget_gb: float | str | None = None,
 ) -> Plan:
     """Plan a training step without running it and without its memory: the model may lie on ``meta``.
 
@@ -183,6 +199,9 @@ def plan(
         gap: as in :func:`schedule`.
         costs: ``"roofline"``, ``"profiled"`` (on this machine's CPU) or costs of the same step.
         never_recompute: as in :func:`schedule`.
+        offload: as in :func:`schedule`.
+        link: as in :func:`schedule`, and always to be stated.
+        host_budget_gb: as in :func:`schedule`.
 
     Raises:
         Infeasible, CaptureError, BudgetError: as :func:`schedule`.
@@ -198,6 +217,9 @@ def plan(
         costs=costs,
         device_spec=device,
         never_recompute=_patterns(never_recompute),
+        offload=offload,
+        link=None if link is None else parse_link(link),
+        host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
     )
     settings.check()
     loss_fn = _loss(loss_fn, model)

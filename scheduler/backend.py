@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +21,9 @@ from scheduler.memory import bytes_of, tensors_in
 from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, held_gradients, secondary_outputs
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
-from scheduler.planner import Settings
+from scheduler.planner import Settings, transfers_of
 from scheduler.remembered import RememberedPlans
+from scheduler.runtime.transfers import HostMemoryError
 from scheduler.static import static_memory
 
 logger = logging.getLogger(__name__)
@@ -202,7 +204,18 @@ class _Compilation:
             plan.check_fits(capture.graph)
         if backend.on_planned is not None:
             backend.on_planned(plan)
-        lowered = lower(capture, plan.steps)
+        try:
+            lowered = lower(capture, plan.steps, functools.partial(transfers_of, capture, plan))
+        except HostMemoryError as error:
+            if backend.given is not None:
+                raise
+            logger.warning("%s; planning again without a host tier", error)
+            backend.remembered.forget(plan)
+            backend.settings = dataclasses.replace(backend.settings, offload=False, link=None, host_bytes=None)
+            plan = self._plan(capture, device)
+            if backend.on_planned is not None:
+                backend.on_planned(plan)
+            lowered = lower(capture, plan.steps)
         self.scheduled = Scheduled(plan, capture, lowered)
         return lowered.forward, lowered.backward
 

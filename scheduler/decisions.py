@@ -18,7 +18,7 @@ from typing import Final
 
 from graphs.ir import Costs, Op, Phase, Storage, StorageKind, TrainingGraph
 from scheduler.units import format_bytes, format_time
-from solvers.solution import Compute, Free, Step
+from solvers.solution import Compute, Free, Offload, Prefetch, Step
 
 _DECIDED_KINDS: Final = frozenset({StorageKind.ACTIVATION, StorageKind.RNG_STATE})
 
@@ -28,6 +28,7 @@ class Action(enum.StrEnum):
 
     KEPT = "kept"  # resident from its first production across the boundary, never produced again
     RECOMPUTED = "recomputed"  # produced more than once, and a later copy is read
+    OFFLOADED = "offloaded"  # copied to the host, and back where it is used again
     TEMPORARY = "temporary"  # dies in the forward, or lives only in the backward
 
 
@@ -40,8 +41,8 @@ class Decision:
         name: name of the fx node that allocates it.
         bytes: its size.
         module_path: dotted path of the module that allocates it.
-        action: kept, recomputed or temporary.
-        times: how often it is produced again; 0 unless recomputed.
+        action: kept, recomputed, offloaded or temporary.
+        times: how often it is produced again; 0 unless recomputed (or offloaded, and recomputed as well).
         added_ns: time of the executions of its op beyond the first that are made for its sake.
         reason: why, in words.
 
@@ -64,6 +65,7 @@ class _Life:
     start: int
     end: int | None = None
     read: bool = False
+    fetched: bool = False
 
     def spans(self, boundary: int) -> bool:
         """Whether it begins in the forward and lasts into the backward."""
@@ -96,13 +98,16 @@ def decide(graph: TrainingGraph, costs: Costs, steps: Sequence[Step]) -> tuple[D
     lives = _replay(graph, steps)
     added = _added_time(graph, costs, steps, lives)
     boundary = boundary_of(graph, steps)
+    fetched = {step.storage for step in steps if isinstance(step, Prefetch)}
     decisions = []
     for storage in graph.storages:
         if storage.kind not in _DECIDED_KINDS or storage.producer is None:
             continue
         stays = lives[storage.index]
-        times = sum(life.read for life in stays[1:])
-        if times:
+        times = sum(life.read and not life.fetched for life in stays[1:])
+        if storage.index in fetched:
+            action = Action.OFFLOADED
+        elif times:
             action = Action.RECOMPUTED
         elif any(life.spans(boundary) and life.read for life in stays) and graph.forward_ops < len(graph.ops):
             action = Action.KEPT
@@ -132,6 +137,11 @@ def _replay(graph: TrainingGraph, steps: Sequence[Step]) -> list[list[_Life]]:
     for position, step in enumerate(steps):
         if isinstance(step, Free):
             lives[step.storage][-1].end = position
+            continue
+        if isinstance(step, Prefetch):
+            lives[step.storage].append(_Life(position, fetched=True))
+            continue
+        if isinstance(step, Offload):
             continue
         op = graph.ops[step.op]
         for i in op.inputs:
@@ -165,6 +175,8 @@ def _reason(action: Action, storage: Storage, op: Op, *, times: int, added_ns: i
     if action is Action.RECOMPUTED:
         again = "once" if times == 1 else f"{times} times"
         return f"running {op.target} again ({again}, {format_time(added_ns)}) frees {size} between its uses"
+    if action is Action.OFFLOADED:
+        return f"copying it to the host and back, beside computation, frees {size} between its uses"
     if action is Action.KEPT and not op.recomputable:
         return f"{op.target} may not run again: {op.reason}"
     if action is Action.KEPT:

@@ -22,8 +22,9 @@ from graphs.ir import StorageKind
 from graphs.joint import Capture
 from graphs.kernels import as_executed, device_of
 from scheduler.runtime import rng
+from scheduler.runtime.transfers import ARRIVE, FETCH, LEAVE, OFFLOAD, Slot, Transfers
 from solvers.problem import Problem
-from solvers.solution import Compute, Free, Step
+from solvers.solution import Compute, Free, Offload, Prefetch, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,24 @@ class Lowered:
         forward: takes the primals; returns the forward's outputs, then what it saves for the backward.
         backward: takes what was saved, then the tangents; returns the gradients.
         saved_names: names of the saved values, in order.
+        transfers: what moves storages to the host and back; ``None`` where the plan copies none.
 
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     saved_names: tuple[str, ...]
+    transfers: Transfers | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HostCopy:
+    """Key of the host buffer of a storage."""
+
+    storage: int
+
+
+_Key = fx.Node | int | _HostCopy
 
 
 class ScheduledGraph(fx.GraphModule):
@@ -53,12 +66,15 @@ class ScheduledGraph(fx.GraphModule):
         return type(None), ()
 
 
-def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
+def lower(
+    capture: Capture, steps: Sequence[Step], make_transfers: Callable[[Sequence[Slot]], Transfers] | None = None
+) -> Lowered:
     """Compile a plan's steps into a forward and a backward fx graph.
 
     Args:
         capture: the captured step.
         steps: a validated schedule of its problem (storage indices as in :meth:`Problem.graph_storages`).
+        make_transfers: makes what moves the given storages; needed where the steps copy any.
 
     """
     storages = Problem.graph_storages(capture.graph)
@@ -66,13 +82,23 @@ def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
     for step in steps:
         if isinstance(step, Compute):
             executions[step.op] += 1
-    forward = _Half(capture, executions, None, _late_readers(capture, steps))
+    moved = tuple(storages[step.storage] for step in steps if isinstance(step, Offload))
+    transfers = None
+    if moved:
+        assert make_transfers is not None, "the plan copies to the host, and nothing was given to copy with"
+        transfers = make_transfers([_slot(capture, storage) for storage in moved])
+    host = _Host(transfers, moved)
+    forward = _Half(capture, executions, None, _late_readers(capture, steps), host)
     half = forward
     for step in steps:
         if isinstance(step, Free):
             half.free(storages[step.storage])
+        elif isinstance(step, Offload):
+            half.offload(storages[step.storage])
+        elif isinstance(step, Prefetch):
+            half.fetch(storages[step.storage])
         elif step.op == capture.tangents_op:
-            half = _Half(capture, executions, forward, forward.late_readers)
+            half = _Half(capture, executions, forward, forward.late_readers, host)
         else:
             half.compute(step.op)
     assert half is not forward, "the plan never starts the backward"
@@ -82,8 +108,44 @@ def lower(capture: Capture, steps: Sequence[Step]) -> Lowered:
     return Lowered(
         forward=_graph_module(capture, forward_graph, forward.comments, "ScheduledForward"),
         backward=_graph_module(capture, backward_graph, half.comments, "ScheduledBackward"),
-        saved_names=tuple(key.name if isinstance(key, fx.Node) else f"rng_state_{key}" for key in saved),
+        saved_names=tuple(_name_of(key) for key in saved),
+        transfers=transfers,
     )
+
+
+def _name_of(key: _Key) -> str:
+    if isinstance(key, fx.Node):
+        return key.name
+    return f"host_copy_{key.storage}" if isinstance(key, _HostCopy) else f"rng_state_{key}"
+
+
+def _slot(capture: Capture, storage: int) -> Slot:
+    """The host buffer of a storage, with its name for messages."""
+    described = capture.graph.storages[storage]
+    return Slot(described.bytes, f"{described.name} of {described.module_path or 'the model'}")
+
+
+@dataclasses.dataclass
+class _Host:
+    """What both halves know of copies to the host.
+
+    Attributes:
+        transfers: what moves them.
+        slots: the storages that are copied out, in the order of their buffers.
+        leaving: storages whose copy out nothing has waited for yet.
+        arriving: storages whose copy back nothing has waited for yet.
+
+    """
+
+    transfers: Transfers | None
+    slots: tuple[int, ...]
+    leaving: set[int] = dataclasses.field(default_factory=set)
+    arriving: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def number(self) -> int:
+        assert self.transfers is not None
+        return self.transfers.number
 
 
 def _late_readers(capture: Capture, steps: Sequence[Step]) -> frozenset[int]:
@@ -115,15 +177,21 @@ class _Half:
     """
 
     def __init__(
-        self, capture: Capture, executions: Sequence[int], forward: _Half | None, late_readers: frozenset[int]
+        self,
+        capture: Capture,
+        executions: Sequence[int],
+        forward: _Half | None,
+        late_readers: frozenset[int],
+        host: _Host,
     ) -> None:
         self.capture = capture
+        self.host = host
         self.executions = executions
         self.forward = forward
         self.late_readers = late_readers
         self.graph = fx.Graph()
-        self.values: dict[fx.Node | int, fx.Node] = {}
-        self.saved: list[fx.Node | int] = []
+        self.values: dict[_Key, fx.Node] = {}
+        self.saved: list[_Key] = []
         self.comments: dict[str, str] = {}
         self.seen: set[int] = set() if forward is None else set(forward.seen)
         self.renewed: set[int] = set()  # storages freed or computed in this half
@@ -144,6 +212,9 @@ class _Half:
         again = op in self.seen
         self.seen.add(op)
         self.renewed.update(self.capture.graph.ops[op].outputs)
+        if self.host.slots:
+            self._settle(self.capture.graph.ops[op].inputs, (self.host.arriving,))
+            self._settle(self.capture.graph.ops[op].outputs, (self.host.leaving, self.host.arriving))
         if node is None:
             self._record_rng_state(op)
             return
@@ -170,29 +241,82 @@ class _Half:
                 item.meta = dict(result.meta)
                 self.values[result] = item
 
+    def offload(self, storage: int) -> None:
+        """Start copying a storage to the host."""
+        node = self._bases(storage)[0]
+        value = self.value_of(node)
+        slot = self.host.slots.index(storage)
+        name = f"host_{node.name}"
+        copy = self._call(OFFLOAD, (value, self.host.number, slot), {}, name)
+        with _fake_mode_of(node):
+            copy.meta["val"] = torch.empty(self.capture.graph.storages[storage].bytes, dtype=torch.uint8)
+        self.values[_HostCopy(storage)] = copy
+        self.host.leaving.add(storage)
+        self.comments[copy.name] = f"to the host: {_slot(self.capture, storage).label}"
+
+    def fetch(self, storage: int) -> None:
+        """Start copying a storage back; what was made in it becomes views of the new copy."""
+        bases = self._bases(storage)
+        size = self.capture.graph.storages[storage].bytes
+        device = bases[0].meta["val"].device
+        args = (self.value_of(_HostCopy(storage)), self.host.number, size, device)
+        flat = self._call(FETCH, args, {}, f"fetched_{bases[0].name}")
+        with _fake_mode_of(bases[0]):
+            flat.meta["val"] = torch.empty(size, dtype=torch.uint8, device=device)
+        self.comments[flat.name] = f"from the host: {_slot(self.capture, storage).label}"
+        for base in bases:
+            val = base.meta["val"]
+            typed = self._call(torch.ops.aten.view.dtype, (flat, val.dtype), {}, f"{base.name}_typed")
+            layout = (typed, list(val.shape), list(val.stride()), val.storage_offset())
+            with _fake_mode_of(base):
+                typed.meta["val"] = torch.empty(size // val.itemsize, dtype=val.dtype, device=device)
+            self.values[base] = self._call(torch.ops.aten.as_strided.default, layout, {}, f"{base.name}_back")
+            self.values[base].meta = dict(base.meta)
+        self.renewed.add(storage)
+        self.host.arriving.add(storage)
+
+    def _settle(self, storages: Sequence[int], ways: Sequence[set[int]]) -> None:
+        """Wait for the copies of storages that are under way in these directions."""
+        for way in ways:
+            for storage in storages:
+                if storage in way:
+                    way.discard(storage)
+                    target = LEAVE if way is self.host.leaving else ARRIVE
+                    args = (self.value_of(_HostCopy(storage)), self.host.number)
+                    self._call(target, args, {}, "leave" if way is self.host.leaving else "arrive").meta["val"] = None
+
+    def _bases(self, storage: int) -> list[fx.Node]:
+        """The joint nodes that a kernel makes in a storage."""
+        producer = self.capture.graph.storages[storage].producer
+        assert producer is not None
+        return [n for n in self.capture.produced_nodes(producer) if self.capture.storage_of.get(n) == storage]
+
     def free(self, storage: int) -> None:
         """Forget a storage's current copy and the views of it."""
         self.renewed.add(storage)
+        self._settle((storage,), (self.host.leaving, self.host.arriving))
         stale = [k for k in self.values if self._storage_behind(k) == storage]
         for key in stale:
-            if isinstance(key, int) or key.op != "placeholder":
+            if not isinstance(key, fx.Node) or key.op != "placeholder":
                 del self.values[key]
 
-    def _storage_behind(self, key: fx.Node | int) -> int | None:
+    def _storage_behind(self, key: _Key) -> int | None:
         """Storage of a value; of several views at once (``split``, ``unbind``), the one that all of them look at."""
+        if isinstance(key, _HostCopy):
+            return None
         if isinstance(key, int):
             return key
         storage_of = self.capture.storage_of
         views = [user for user in key.users if user.target is operator.getitem and user in storage_of]
         return storage_of.get(key, storage_of[views[0]] if views else None)
 
-    def value_of(self, key: fx.Node | int) -> fx.Node:
+    def value_of(self, key: _Key) -> fx.Node:
         """The current copy of a joint node's value, rebuilding views and fetching what the forward saved."""
         if key in self.values:
             return self.values[key]
         if isinstance(key, fx.Node) and key.op == "get_attr":
             value = self.graph.get_attr(str(key.target))
-        elif self.forward is not None and (isinstance(key, int) or self._is_base(key) or self._crosses(key)):
+        elif self.forward is not None and (not isinstance(key, fx.Node) or self._is_base(key) or self._crosses(key)):
             value = self._fetch_saved(key)
         elif isinstance(key, fx.Node) and not self._is_base(key):
             assert callable(key.target), key
@@ -206,8 +330,8 @@ class _Half:
         return value
 
     def finish(self, outputs: Sequence[Any]) -> fx.Graph:
-        """Close the graph with these results (joint nodes, state storages, or constants)."""
-        results = [self.value_of(o) if isinstance(o, fx.Node | int) and not isinstance(o, bool) else o for o in outputs]
+        """Close the graph with these results (keys of values, or constants)."""
+        results = [self.value_of(o) if isinstance(o, _Key) and not isinstance(o, bool) else o for o in outputs]
         self.graph.output(tuple(results)).meta = dict(self.capture.joint.graph.output_node().meta)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
@@ -236,7 +360,7 @@ class _Half:
         is_tensor = isinstance(view.meta.get("val"), torch.Tensor)
         return is_tensor and storage is not None and storage not in self.renewed and view in self.forward.values
 
-    def _fetch_saved(self, key: fx.Node | int) -> fx.Node:
+    def _fetch_saved(self, key: _Key) -> fx.Node:
         """Add an input to the backward for a value that the forward still holds when it ends."""
         assert self.forward is not None
         held = key in self.forward.values

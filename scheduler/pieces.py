@@ -38,7 +38,7 @@ from scheduler.undo import Before
 from scheduler.units import format_bytes
 from solvers.bounds import find_floor
 from solvers.problem import Problem
-from solvers.solution import Free, Solution
+from solvers.solution import Compute, Free, Solution
 from solvers.store_all import StoreAllSolver
 from solvers.validate import validate
 
@@ -80,9 +80,9 @@ class Piece:
         for step in self.solution.steps:
             if isinstance(step, Free):
                 resident.discard(step.storage)
-            elif step.op == self.problem.forward_ops:
+            elif step == Compute(self.problem.forward_ops):
                 break
-            else:
+            elif isinstance(step, Compute):
                 resident.update(self.problem.outputs[step.op])
         return sum(self.problem.storage_bytes[s] for s in resident)
 

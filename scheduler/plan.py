@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from graphs.ir import Costs, Op, Storage, TrainingGraph
+from graphs.links import Link
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.errors import PlanFormatError, PlanMismatch
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
 from solvers.simulate import simulate
-from solvers.solution import Compute, Free, Solution, Status, Step
+from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
 from solvers.store_all import store_all_steps
 from solvers.validate import validate
 
@@ -74,6 +75,8 @@ class Plan:
         device: what the plan is for.
         versions: versions of the packages it was made with.
         assumptions: what the figures rest on, a sentence each.
+        link: what copies to the host and back; ``None`` where the plan was made without.
+        host_bytes: the most bytes of copies on the host.
 
     Raises:
         ValueError: the solution has no steps (its status says why), or the costs are not those of the graph.
@@ -88,6 +91,8 @@ class Plan:
     device: str
     versions: Mapping[str, str]
     assumptions: tuple[str, ...] = ()
+    link: Link | None = None
+    host_bytes: int = 0
     _measurement: _Measurement = dataclasses.field(default_factory=_Measurement, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -189,6 +194,8 @@ class Plan:
         """The scheduling problem that the solution answers. Without a budget: with one that keeping all just fits."""
         static = self.static_bytes
         problem = Problem.from_graph(self.graph, self.costs, self.budget_bytes or 0, static_bytes=static)
+        movable = Problem.movable_of(self.graph)
+        problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
         return problem.with_budget(simulate(problem, store_all_steps(problem)).peak_bytes)
@@ -202,7 +209,10 @@ class Plan:
     def graph_steps(self) -> tuple[Step, ...]:
         """The schedule in execution order, its storages numbered as in :attr:`graph`."""
         number = Problem.graph_storages(self.graph)
-        return tuple(Free(number[step.storage]) if isinstance(step, Free) else step for step in self.steps)
+        return tuple(
+            step if isinstance(step, Compute) else dataclasses.replace(step, storage=number[step.storage])
+            for step in self.steps
+        )
 
     @functools.cached_property
     def decisions(self) -> tuple[Decision, ...]:
@@ -294,6 +304,8 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
             "static": dict(self.static),
+            "link": None if self.link is None else self.link.as_dict(),
+            "host_bytes": self.host_bytes,
             "fingerprint": self.graph.fingerprint,
             "solution": solution | {"status": self.status.value, "steps": [_pack(step) for step in solution["steps"]]},
             "costs": {
@@ -349,6 +361,8 @@ class Plan:
             device=data["device"],
             versions=data["versions"],
             assumptions=tuple(data["assumptions"]),
+            link=Link(**data["link"]) if data.get("link") else None,  # absent in plans of versions without
+            host_bytes=data.get("host_bytes", 0),
         )
         if data["measured_peak_bytes"] is not None:
             plan.record_measured_peak(data["measured_peak_bytes"])
@@ -387,14 +401,21 @@ class Plan:
 
 
 def _pack(step: Step) -> list[str | int]:
-    return ["free", step.storage] if isinstance(step, Free) else ["compute", step.op]
+    return [type(step).__name__.lower(), step.op if isinstance(step, Compute) else step.storage]
 
 
 def _unpack(packed: list[Any]) -> Step:
-    name, index = packed
-    if name not in ("compute", "free"):
-        raise ValueError(f"unknown step {name!r}")
-    return Free(int(index)) if name == "free" else Compute(int(index))
+    name, index = packed[0], int(packed[1])
+    match name:
+        case "compute":
+            return Compute(index)
+        case "free":
+            return Free(index)
+        case "offload":
+            return Offload(index)
+        case "prefetch":
+            return Prefetch(index)
+    raise ValueError(f"unknown step {name!r}")
 
 
 def _first_difference(planned: TrainingGraph, given: TrainingGraph) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from graphs._torch import OpOverload, schema_of
 from graphs.costs.devices import DeviceSpec, device_spec
+from graphs.costs.link import measured_link
 from graphs.costs.profiled import profiled
 from graphs.costs.roofline import roofline
 from graphs.ir import Costs, StorageKind
 from graphs.joint import Capture
+from graphs.links import Link
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
 from scheduler.plan import Plan
+from scheduler.runtime.transfers import CudaTransfers, Slot, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
 from solvers.bounds import floor_lower_bound
 from solvers.problem import Problem
@@ -30,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 #: Share of the free memory that ``budget_gb=None`` leaves unused: fragmentation and library workspaces take some.
 HEADROOM = 0.05
+
+#: Share of the host's free memory that copies may take where ``host_budget_gb`` does not say.
+HOST_SHARE = 0.5
 
 
 class Solver(Protocol):
@@ -54,6 +61,10 @@ class Settings:
         never_recompute: patterns of op names and module paths that must run once.
         dynamic: ``"bucket"``: a schedule that is known serves another shape where it fits; ``None``: each is solved.
         allow_graph_breaks: capture in several pieces what is not one graph.
+        offload: whether storages may be copied to the host: ``False``, ``"auto"`` (where that is faster, and the
+            device has a link) or ``True`` (the same, and an error where there is no link).
+        link: what copies them; ``None``: the device's, measured.
+        host_bytes: the most bytes of copies; ``None``: :data:`HOST_SHARE` of the host's free memory.
 
     """
 
@@ -67,6 +78,9 @@ class Settings:
     never_recompute: tuple[str, ...] = ()
     dynamic: str | None = None
     allow_graph_breaks: bool = False
+    offload: bool | str = False
+    link: Link | None = None
+    host_bytes: int | None = None
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything is captured."""
@@ -78,12 +92,22 @@ class Settings:
             raise ValueError(f"dynamic={self.dynamic!r}: give None or 'bucket'")
         if self.allow_graph_breaks and self.dynamic is not None:
             raise ValueError("dynamic= and allow_graph_breaks=True do not go together: pieces are planned per shape")
+        self._check_offload()
         if not self.time_limit_s > 0:
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
         if not self.gap >= 0:
             raise ValueError(f"gap={self.gap!r}: give a number of at least 0 (0.005 is half a per cent)")
         if isinstance(self.device_spec, str):
             device_spec(self.device_spec)
+
+    def _check_offload(self) -> None:
+        """Refuse options of the host tier that do not go together."""
+        if self.offload not in (False, True, "auto"):
+            raise ValueError(f"offload={self.offload!r}: give True, False or 'auto'")
+        if self.offload and (self.allow_graph_breaks or self.dynamic is not None):
+            raise ValueError("offload= goes neither with allow_graph_breaks=True nor with dynamic='bucket'")
+        if not self.offload and (self.link is not None or self.host_bytes is not None):
+            raise ValueError("link= and host_budget_gb= say how to copy to the host: give offload='auto' with them")
 
 
 def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan:
@@ -101,12 +125,55 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
     costs = cost_model(capture, settings)
     problem = problem_of(capture, costs, static)
     problem = problem.with_budget(budget_of(problem, capture, static, settings))
+    problem = with_host_tier(problem, capture, settings)
     solution = solver_of(settings).solve(problem)
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
         raise infeasible(problem, solution)
     validate(problem, solution)
-    return plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
+    plan = plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
+    return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes)
+
+
+def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Problem:
+    """The problem with the link and the host memory that the settings stand for.
+
+    Raises:
+        ValueError: offloading is asked for, and there is no link: the CPU's must be stated.
+
+    """
+    if not settings.offload:
+        return problem
+    link = settings.link
+    if link is None and capture.device.type == "cuda" and torch.cuda.is_available():
+        link = measured_link(capture.device)
+    if link is None:
+        if settings.offload is True:
+            raise ValueError(f"offload=True on {capture.device}: state the link, such as link='25GB/s'")
+        return problem
+    host = settings.host_bytes
+    if host is None:
+        host = int(HOST_SHARE * free_bytes(torch.device("cpu")))
+    index = {storage: i for i, storage in enumerate(Problem.graph_storages(capture.graph))}
+    fixed = {index[s] for s in _never_copied(capture) if s in index}
+    return dataclasses.replace(problem.with_link(link, host), movable=Problem.movable_of(capture.graph) - fixed)
+
+
+def _never_copied(capture: Capture) -> Iterator[int]:
+    """Storages whose first bytes are not their last, and snapshots, which may be the static tensor itself."""
+    for op in capture.snapshots:
+        yield capture.graph.ops[op].outputs[0]
+    for node in capture.nodes:
+        if node is not None and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
+            yield from (capture.storage_of[n] for n in (node, *node.all_input_nodes) if n in capture.storage_of)
+
+
+def transfers_of(capture: Capture, plan: Plan, slots: Sequence[Slot]) -> Transfers:
+    """What moves the storages of a plan: streams of a CUDA device, or threads at the plan's bandwidth on the CPU."""
+    if capture.device.type == "cuda":
+        return CudaTransfers(slots, capture.device)
+    assert plan.link is not None
+    return ThreadTransfers(slots, plan.link)
 
 
 def problem_of(capture: Capture, costs: Costs, static: Mapping[str, int]) -> Problem:

@@ -73,6 +73,11 @@ class RememberedPlans:
             self._warn(capture.graph.name, settings)
         return plan
 
+    def forget(self, plan: Plan) -> None:
+        """Serve a plan no more: it cannot be run here."""
+        for known in self._solved.values():
+            known[:] = [other for other in known if other is not plan]
+
     @staticmethod
     def _same_step(
         known: Sequence[Plan], capture: Capture, static: Mapping[str, int], settings: Settings

@@ -3,13 +3,15 @@
 from solvers.auto import AutoSolver
 from solvers.bounds import Floor, FloorBound, find_floor, floor_lower_bound
 from solvers.brute_force import BruteForceSolver
+from solvers.brute_force_offload import OffloadBruteForceSolver
 from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
+from solvers.offload import OffloadSolver
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
 from solvers.simulate import Simulation, compute_order, simulate, with_frees
-from solvers.solution import Compute, Free, Solution, Status, Step
+from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
 from solvers.store_all import StoreAllSolver, store_all_steps
 from solvers.strategies import BlockCheckpoint, BlockSegments, EveryKthBlock, SelectiveAttention, SqrtSegments
 from solvers.validate import InvalidPlan, validate
@@ -28,6 +30,10 @@ __all__ = [
     "Free",
     "InvalidPlan",
     "MomentsSolver",
+    "Offload",
+    "OffloadBruteForceSolver",
+    "OffloadSolver",
+    "Prefetch",
     "Problem",
     "Rematerialiser",
     "SelectiveAttention",

@@ -10,6 +10,7 @@ from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
+from solvers.offload import OffloadSolver, offload_floor
 from solvers.problem import Problem
 from solvers.prune import pruned
 from solvers.rematerialise import Rematerialiser
@@ -21,9 +22,10 @@ _Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
 
 _FLOOR_SHARE = 0.4  # of the time limit
 _FLOOR_S = 10.0  # at least: more than the search takes on all but large problems
+_HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
-_CHAIN_SHARE = 0.7  # of what is left then; the walk comes after it
+_SHARE = 0.7  # of what is left then, for the chain solver and for the walk: the next ones, and baselines, come after
 _TINY = 20  # ops up to which the exact program is solved too: mostly within a second
 _EXACT_S = 5.0  # and for no longer than this
 
@@ -50,6 +52,8 @@ class AutoSolver:
         keep_all = StoreAllSolver().solve(problem)
         if keep_all.status is Status.OPTIMAL:
             return keep_all
+        if problem.has_host_tier:
+            return self._with_host(problem, start)
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
             return self._infeasible(problem, keep_all, start, None)
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
@@ -79,6 +83,35 @@ class AutoSolver:
         walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
         return [walk] if walk.status.has_plan else []
 
+    def _with_host(self, problem: Problem, start: float) -> Solution:
+        """The plan of the offload solver, or a faster one without copies where that is not within the gap."""
+        moved = OffloadSolver(gap=self.gap, time_limit_s=self.time_limit_s * _HOST_SHARE).solve(problem)
+        if moved.status is Status.OPTIMAL:
+            return moved
+        solver = dataclasses.replace(self, time_limit_s=max(self._left(start), 1.0))
+        plain = solver.solve(problem.with_link(None, 0))
+        best = _fastest([moved, plain])
+        if not best.status.has_plan:
+            bound = offload_floor(problem)
+            how = "no schedule fits" if moved.status is Status.INFEASIBLE else "no schedule was found that fits"
+            known = (
+                ""
+                if plain.floor_bytes is None
+                else f"; without copies a plan exists from {plain.floor_bytes:,} bytes on"
+            )
+            return dataclasses.replace(
+                plain,
+                message=f"{how} {problem.budget_bytes:,} bytes with {problem.host_bytes:,} bytes of host memory{known}",
+                floor_lower_bound_bytes=bound.bytes,
+                lower_bound_ns=moved.lower_bound_ns,
+            )
+        return dataclasses.replace(
+            best,
+            status=Status.OPTIMAL if self._within(best, moved.lower_bound_ns) else Status.FEASIBLE,
+            lower_bound_ns=min(moved.lower_bound_ns, best.step_time_ns),
+            solve_seconds=time.perf_counter() - start,
+        )
+
     def _best(self, problem: Problem, moments: Solution, known: list[Solution], start: float) -> Solution:
         """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap.
 
@@ -101,7 +134,7 @@ class AutoSolver:
 
     def _limited(self, solver: _Solver, start: float) -> _Solver:
         """The solver with no more than its share of the time that is left."""
-        share = _CHAIN_SHARE if isinstance(solver, ChainSolver) else 1.0
+        share = _SHARE if isinstance(solver, ChainSolver | Rematerialiser) else 1.0
         return dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, share * self._left(start)))
 
     def _within(self, plan: Solution, bound_ns: int) -> bool:

@@ -30,11 +30,20 @@ from solvers.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """What a point of the model decides: per moment the storages kept, and the ops recomputed in its interval."""
+    """What a point of the model decides.
+
+    Attributes:
+        moments: op positions, ascending.
+        kept: per moment the storages kept.
+        recomputed: per moment the ops recomputed in its interval.
+        on_host: per moment the storages that are not kept and next come back from the host; empty without a host tier.
+
+    """
 
     moments: tuple[int, ...]
     kept: tuple[frozenset[int], ...]
     recomputed: tuple[frozenset[int], ...]
+    on_host: tuple[frozenset[int], ...] = ()
 
 
 class MomentsModel:

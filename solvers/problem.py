@@ -11,7 +11,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from graphs.ir import Costs, TrainingGraph
+from graphs.ir import Costs, StorageKind, TrainingGraph
+from graphs.links import Link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Problem:
         op_names: for messages; same length as ``time_ns``.
         op_modules: dotted module path of each op, for messages and for strategies that go by modules; may be empty.
         op_targets: what each op calls (``aten.bmm.default``), for strategies that go by kinds of ops; may be empty.
+        link: what copies storages to the host and back; ``None`` where there is no host tier.
+        host_bytes: the most bytes of copies on the host; each lasts until the step ends.
+        movable: storages that may be copied to the host; ``None``: all.
 
     """
 
@@ -52,6 +56,9 @@ class Problem:
     op_names: tuple[str, ...] = ()
     op_modules: tuple[str, ...] = ()
     op_targets: tuple[str, ...] = ()
+    link: Link | None = None
+    host_bytes: int = 0
+    movable: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse inconsistent lengths, negative figures, reads before production, storages made twice or never."""
@@ -109,6 +116,18 @@ class Problem:
         return tuple(s.index for s in graph.storages if not s.kind.is_static)
 
     @classmethod
+    def movable_of(cls, graph: TrainingGraph) -> frozenset[int]:
+        """The storages of a graph's problem that may be copied to the host: activations that the forward makes.
+
+        What the backward makes may be added to in place after it was copied.
+        """
+        return frozenset(
+            i
+            for i, s in enumerate(cls.graph_storages(graph))
+            if graph.storages[s].kind is StorageKind.ACTIVATION and _in_forward(graph, s)
+        )
+
+    @classmethod
     def from_single_outputs(
         cls,
         time_ns: Sequence[int],
@@ -143,6 +162,22 @@ class Problem:
         """The same problem with so many bytes resident throughout."""
         return dataclasses.replace(self, static_bytes=static_bytes)
 
+    def with_link(self, link: Link | None, host_bytes: int) -> Problem:
+        """The same problem with so many bytes of host memory behind a link; ``None``: without a host tier."""
+        return dataclasses.replace(self, link=link, host_bytes=host_bytes if link is not None else 0)
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether any storage may be copied to the host."""
+        return self.link is not None and self.host_bytes > 0
+
+    def may_offload(self, storage: int) -> bool:
+        """Whether a storage may be copied to the host: it has bytes, and no fewer than the link's least."""
+        size = self.storage_bytes[storage]
+        if self.link is None or (self.movable is not None and storage not in self.movable):
+            return False
+        return 0 < size <= self.host_bytes and size >= self.link.least_bytes
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes left for the step's own storages and workspaces: budget less what is static."""
@@ -176,3 +211,9 @@ class Problem:
         name = self.op_names[op] if self.op_names else f"op {op}"
         module = self.op_modules[op] if self.op_modules else ""
         return f"{name} in {module}" if module else name
+
+
+def _in_forward(graph: TrainingGraph, storage: int) -> bool:
+    """Whether a forward op makes a storage."""
+    producer = graph.storages[storage].producer
+    return producer is not None and producer < graph.forward_ops

@@ -15,12 +15,29 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a resident storage."""
+    """Drop a resident storage, once a copy of it that is under way has ended."""
 
     storage: int
 
 
-Step = Compute | Free
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offload:
+    """Start copying a resident storage to the host, beside computation; it stays resident until it is freed.
+
+    The copy on the host stays until the step ends, so that one is enough.
+    """
+
+    storage: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Start copying a storage back from the host. It takes its bytes from here on; what reads it waits for it."""
+
+    storage: int
+
+
+Step = Compute | Free | Offload | Prefetch
 
 
 class Status(enum.StrEnum):

@@ -6,15 +6,20 @@ checked by eye: one pass over the steps with two dictionaries. What it holds aga
     Compute(op)   op exists · first executions are in index order · an op that must not be recomputed runs once ·
                   every input is resident · static + resident + all outputs + workspace is within the budget
     Free(s)       s is resident
+    Offload(s)    s is resident, may be copied, and is not on the host yet · the host's bytes are within their budget
+    Prefetch(s)   s is on the host and not resident · static + resident, s included, is within the budget
     at the end    every op has run · what must live to the end is resident
     figures       peak and step time are those of the replay · the lower bound is not above the step time
+
+The step time counts that nothing is read before it has arrived, and nothing overwritten or dropped before it has left
+(:class:`_Copies`).
 """
 
 from __future__ import annotations
 
 from graphs.errors import CheckpointSchedulerError
 from solvers.problem import Problem
-from solvers.solution import Compute, Free, Solution
+from solvers.solution import Compute, Free, Offload, Prefetch, Solution
 
 
 class InvalidPlan(CheckpointSchedulerError, ValueError):  # noqa: N818 (reads as what it is; a caller catches few)
@@ -32,6 +37,7 @@ def validate(problem: Problem, solution: Solution) -> None:
         raise InvalidPlan(f"a solution of status {solution.status} carries no plan to validate")
     resident: dict[int, int] = {}  # storage -> its bytes
     executions: dict[int, int] = {}  # op -> how often it has run
+    copies = _Copies(problem)
     time_ns = 0
     peak_bytes = problem.static_bytes
 
@@ -39,26 +45,100 @@ def validate(problem: Problem, solution: Solution) -> None:
         if isinstance(step, Free):
             if step.storage not in resident:
                 raise InvalidPlan(f"step {position} frees storage {step.storage}, which is not resident")
+            time_ns = max(time_ns, copies.settled_at(step.storage))
             del resident[step.storage]
         elif isinstance(step, Compute):
             _check_compute(problem, step.op, position, resident, executions)
             executions[step.op] = executions.get(step.op, 0) + 1
+            time_ns = max(
+                [
+                    time_ns,
+                    *map(copies.settled_at, problem.outputs[step.op]),
+                    *map(copies.there_at, problem.inputs[step.op]),
+                ]
+            )
             time_ns += problem.time_ns[step.op]
             made = {storage: problem.storage_bytes[storage] for storage in problem.outputs[step.op]}
             scratch = problem.workspace_bytes[step.op]
             live_bytes = problem.static_bytes + sum(resident.values()) + sum(made.values()) + scratch
-            if live_bytes > problem.budget_bytes:
-                raise InvalidPlan(
-                    f"step {position} ({problem.describe_op(step.op)}) has {live_bytes} bytes live, "
-                    f"{live_bytes - problem.budget_bytes} over the budget of {problem.budget_bytes}"
-                )
+            _check_live(problem, live_bytes, position, problem.describe_op(step.op))
             peak_bytes = max(peak_bytes, live_bytes)
             resident.update(made)
+        elif isinstance(step, Offload):
+            if step.storage not in resident:
+                raise InvalidPlan(f"step {position} copies out storage {step.storage}, which is not resident")
+            copies.out(step.storage, position, time_ns)
+        elif isinstance(step, Prefetch):
+            if step.storage in resident:
+                raise InvalidPlan(f"step {position} fetches storage {step.storage}, which is resident")
+            copies.back(step.storage, position, time_ns)
+            resident[step.storage] = problem.storage_bytes[step.storage]
+            live_bytes = problem.static_bytes + sum(resident.values())
+            _check_live(problem, live_bytes, position, f"the copy of storage {step.storage} from the host")
+            peak_bytes = max(peak_bytes, live_bytes)
         else:
             raise InvalidPlan(f"step {position} is {step!r}, which is no step of a plan")
 
     _check_end(problem, resident, executions)
-    _check_figures(problem, solution, peak_bytes, time_ns)
+    _check_figures(problem, solution, peak_bytes, max(time_ns, copies.last_end()))
+
+
+class _Copies:
+    """Every copy of the plan as (storage, start, end), in the order of the plan, one list for each direction."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.outward: list[tuple[int, int, int]] = []
+        self.homeward: list[tuple[int, int, int]] = []
+
+    def out(self, storage: int, position: int, now: int) -> None:
+        """Queue a copy out behind those before it."""
+        if any(storage == copied for copied, _, _ in self.outward):
+            raise InvalidPlan(f"step {position} copies out storage {storage}, which is on the host already")
+        size, link = self.problem.storage_bytes[storage], self.problem.link
+        fixed = self.problem.movable is not None and storage not in self.problem.movable
+        if link is None or fixed or size < max(link.least_bytes, 1):
+            raise InvalidPlan(f"step {position} copies out storage {storage}, which this problem does not allow")
+        on_host = size + sum(self.problem.storage_bytes[copied] for copied, _, _ in self.outward)
+        if on_host > self.problem.host_bytes:
+            raise InvalidPlan(
+                f"step {position} has {on_host} bytes on the host, "
+                f"{on_host - self.problem.host_bytes} over its budget of {self.problem.host_bytes}"
+            )
+        ahead = self.outward if link.duplex else self.outward + self.homeward
+        start = max([now, *(end for _, _, end in ahead)])
+        self.outward.append((storage, start, start + link.to_host_ns(size)))
+
+    def back(self, storage: int, position: int, now: int) -> None:
+        """Queue a copy back behind those before it and behind the storage's own copy out."""
+        left = [end for copied, _, end in self.outward if copied == storage]
+        link = self.problem.link
+        if not left or link is None:
+            raise InvalidPlan(f"step {position} fetches storage {storage}, which is not on the host")
+        ahead = self.homeward if link.duplex else self.outward + self.homeward
+        start = max([now, *left, *(end for _, _, end in ahead)])
+        self.homeward.append((storage, start, start + link.to_device_ns(self.problem.storage_bytes[storage])))
+
+    def there_at(self, storage: int) -> int:
+        """When the last copy back of a storage has arrived: nothing may read it before."""
+        return max((end for copied, _, end in self.homeward if copied == storage), default=0)
+
+    def settled_at(self, storage: int) -> int:
+        """When no copy of a storage is under way: nothing may overwrite or drop it before."""
+        return max((end for copied, _, end in self.outward + self.homeward if copied == storage), default=0)
+
+    def last_end(self) -> int:
+        """When all copies have ended."""
+        return max((end for _, _, end in self.outward + self.homeward), default=0)
+
+
+def _check_live(problem: Problem, live_bytes: int, position: int, what: str) -> None:
+    """Refuse more live bytes than the budget."""
+    if live_bytes > problem.budget_bytes:
+        raise InvalidPlan(
+            f"step {position} ({what}) has {live_bytes} bytes live, "
+            f"{live_bytes - problem.budget_bytes} over the budget of {problem.budget_bytes}"
+        )
 
 
 def _check_compute(

@@ -13,7 +13,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, Final
 
 from scheduler.export.files import write_whole
-from solvers.solution import Compute
+from solvers.solution import Compute, Free, Prefetch
 
 if TYPE_CHECKING:
     from graphs.ir import Op
@@ -54,7 +54,12 @@ class _Recorder:
                 self.time_us = clock_ns // 1000
                 self._execute(self.plan.graph.ops[step.op])
                 clock_ns += self.plan.costs.time_ns[step.op]
-            else:
+            elif isinstance(step, Prefetch):
+                self.time_us = clock_ns // 1000
+                storage = self.plan.graph.storages[step.storage]
+                frames = [_frame(storage.name, "fetched from the host", 0)]
+                self.address_of[step.storage] = self._allocate(storage.bytes, frames)
+            elif isinstance(step, Free):
                 self.time_us = clock_ns // 1000
                 self._free(self.address_of.pop(step.storage))
         return {"segments": [self._segment()], "device_traces": [self.events], "allocator_settings": {}}

@@ -18,7 +18,7 @@ from scheduler.report.plots import COLOURS
 from scheduler.report.text import kept_by_plain_training, peak_by_category, peak_sample
 from scheduler.report.timeline import Category
 from scheduler.units import format_bytes, format_time
-from solvers.solution import Compute
+from solvers.solution import Compute, Free, Prefetch
 
 if TYPE_CHECKING:
     from scheduler.plan import Plan
@@ -126,7 +126,9 @@ def _lives(plan: Plan) -> list[list[Any]]:
                 if made in since:
                     end(made, execution)
                 since[made] = execution
-        else:
+        elif isinstance(step, Prefetch):
+            since[step.storage] = execution + 1
+        elif isinstance(step, Free):
             end(step.storage, execution)
     for storage in list(since):
         end(storage, execution)

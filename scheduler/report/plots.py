@@ -19,6 +19,7 @@ COLOURS: Final = {
     Category.OUTPUTS: "#4e9a8f",
     Category.KEPT: "#2f6fa7",
     Category.RECOMPUTED: "#e08a2e",
+    Category.OFFLOADED: "#9fb8d9",
     Category.TEMPORARY: "#f2d28b",
     Category.WORKSPACE: "#d98cb3",
 }

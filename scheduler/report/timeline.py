@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from graphs.ir import Costs, StorageKind, TrainingGraph
 from scheduler.decisions import Action
-from solvers.solution import Free, Step
+from solvers.solution import Compute, Free, Prefetch, Step
 
 
 class Category(enum.StrEnum):
@@ -23,6 +23,7 @@ class Category(enum.StrEnum):
     OUTPUTS = "outputs"  # and the tangents handed to the backward
     KEPT = "kept activations"
     RECOMPUTED = "recomputed activations"
+    OFFLOADED = "offloaded activations"
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
 
@@ -62,6 +63,7 @@ _BY_KIND = {
 _BY_ACTION = {
     Action.KEPT: Category.KEPT,
     Action.RECOMPUTED: Category.RECOMPUTED,
+    Action.OFFLOADED: Category.OFFLOADED,
     Action.TEMPORARY: Category.TEMPORARY,
 }
 
@@ -92,6 +94,11 @@ def timeline(
         if isinstance(step, Free):
             resident.discard(step.storage)
             live[category[step.storage]] -= graph.storages[step.storage].bytes
+            continue
+        if isinstance(step, Prefetch):
+            resident.add(step.storage)
+            live[category[step.storage]] += graph.storages[step.storage].bytes
+        if not isinstance(step, Compute):
             continue
         outputs = graph.ops[step.op].outputs
         for o in outputs:

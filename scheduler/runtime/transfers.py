@@ -1,0 +1,348 @@
+"""Copies between the device and pooled host memory, beside computation: one interface, for CUDA and for the CPU.
+
+A scheduled step that offloads owns one :class:`Transfers`: a pool of host buffers of exactly the sizes that its plan
+copies out, one for each storage, and what moves bytes in each direction. The rewritten graphs call the four operators
+below, which are opaque to torch and have fake kernels:
+
+    offload(x, transfers, slot) -> host      start copying the storage of x out
+    leave(host)                              wait until that copy has ended: x may be dropped or replaced
+    fetch(host, transfers, bytes, device)    allocate a storage and start copying back; returns it as flat bytes
+    arrive(host)                             wait until that copy has ended: it may be read
+
+A host buffer is in use as long as the tensor that stands for it lives: a forward whose graph is dropped without a
+backward gives its buffers back. A second forward before the first one's backward gets buffers of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import dataclasses
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from graphs.errors import CheckpointSchedulerError
+from graphs.links import Link
+from scheduler._torch import StorageWeakRef, unset_fake_temporarily
+
+
+class TransferError(CheckpointSchedulerError, RuntimeError):
+    """A copy between device and host failed; the message names the tensor."""
+
+
+class HostMemoryError(CheckpointSchedulerError, MemoryError):
+    """The host memory that a plan copies to could not be allocated, or not be pinned."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One storage that a plan copies out: its bytes, and what to call it in messages."""
+
+    bytes: int
+    label: str
+
+
+@dataclasses.dataclass(slots=True)
+class _Copies:
+    """The copies of one host buffer that may be under way, as handles of the implementation."""
+
+    alive: StorageWeakRef
+    slot: int
+    memory: torch.Tensor
+    out: Any = None
+    back: Any = None
+
+
+class Transfers(abc.ABC):
+    """Moves storages of one scheduled step. Subclasses say how bytes are moved; this class keeps the buffers.
+
+    Args:
+        slots: what is copied out, in any order.
+
+    Raises:
+        HostMemoryError: the buffers do not fit the host's memory.
+
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.number = next(_numbers)
+        self._free: list[list[torch.Tensor]] = []
+        self._busy: dict[int, _Copies] = {}  # by address of the buffer
+        self.allocated_bytes = 0
+        for slot in self.slots:
+            self._free.append([self._allocate(slot)])
+        _known[self.number] = self
+
+    def offload(self, x: torch.Tensor, slot: int) -> torch.Tensor:
+        """Start copying the storage behind ``x`` out; return the buffer it goes to."""
+        storage = x.untyped_storage()
+        if storage.nbytes() != self.slots[slot].bytes:
+            raise TransferError(
+                f"{self.slots[slot].label} has {storage.nbytes()} bytes, and {self.slots[slot].bytes} were planned"
+            )
+        self._collect()
+        memory = self._free[slot].pop() if self._free[slot] else self._allocate(self.slots[slot])
+        host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
+        alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
+        copies = _Copies(alive, slot, memory)
+        self._busy[host.data_ptr()] = copies
+        copies.out = self._start(memory, _flat(storage, x.device), None, self.slots[slot], outward=True)
+        return host
+
+    def leave(self, host: torch.Tensor) -> None:
+        """Wait until the copy out of this buffer's storage has ended."""
+        copies = self._busy[host.data_ptr()]
+        if copies.out is not None:
+            self._wait(copies.out, self.slots[copies.slot])
+            self._let_go(copies.out)
+
+    def fetch(self, host: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+        """Start copying back; return the new storage as bytes, which must not be read before :meth:`arrive`."""
+        copies = self._busy[host.data_ptr()]
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        copies.back = self._start(there, copies.memory, copies.out, self.slots[copies.slot], outward=False)
+        return there
+
+    def arrive(self, host: torch.Tensor) -> None:
+        """Wait until the last copy back from this buffer has ended."""
+        copies = self._busy[host.data_ptr()]
+        if copies.back is not None:
+            self._wait(copies.back, self.slots[copies.slot])
+            self._let_go(copies.back)
+
+    def _collect(self) -> None:
+        """Take back the buffers that nothing refers to any more, once their copies have ended."""
+        for address, copies in [item for item in self._busy.items() if _is_over(item[1])]:
+            for handle in (copies.out, copies.back):
+                if handle is not None:
+                    self._settle(handle)
+            self._free[copies.slot].append(copies.memory)
+            del self._busy[address]
+
+    def _allocate(self, slot: Slot) -> torch.Tensor:
+        try:
+            with unset_fake_temporarily():  # a step is lowered while its graph is traced
+                memory = self._host_memory(slot.bytes)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"{slot.bytes:,} bytes of host memory for {slot.label} were refused after {self.allocated_bytes:,}: "
+                "lower host_budget_gb, or plan with offload=False"
+            ) from error
+        self.allocated_bytes += slot.bytes
+        return memory
+
+    @abc.abstractmethod
+    def _host_memory(self, size: int) -> torch.Tensor:
+        """Fresh host memory."""
+
+    @abc.abstractmethod
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> Any:
+        """Start a copy, after another where that is given; return its handle, which holds the device's tensor."""
+
+    @abc.abstractmethod
+    def _wait(self, handle: Any, slot: Slot) -> None:
+        """Have computation wait for the end of a copy."""
+
+    @abc.abstractmethod
+    def _let_go(self, handle: Any) -> None:
+        """Drop the handle's references to tensors."""
+
+    @abc.abstractmethod
+    def _settle(self, handle: Any) -> None:
+        """Wait until the copy has ended, whatever came of it."""
+
+
+class _Task:
+    """A copy on a worker thread."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+        self.future: concurrent.futures.Future[None]
+
+
+class ThreadTransfers(Transfers):
+    """Copies on the CPU, by a worker thread for each direction at a stated bandwidth: what a device's link would do.
+
+    For tests of the waits that a rewritten graph needs, and of predicted times, without a device.
+
+    Args:
+        slots: what is copied out.
+        link: how long copies take.
+        delay: seconds to wait before each copy, drawn anew for each; for tests.
+
+    """
+
+    def __init__(self, slots: Sequence[Slot], link: Link, *, delay: Callable[[], float] = float) -> None:
+        super().__init__(slots)
+        self.link = link
+        self.delay = delay
+        names = ("offload-out", "offload-back") if link.duplex else ("offload",)
+        pools = [concurrent.futures.ThreadPoolExecutor(1, name) for name in names]
+        self._out, self._back = pools[0], pools[-1]
+        weakref.finalize(self, _shut_down, pools)
+
+    def _host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> _Task:
+        del slot
+        task = _Task(target, source)
+        worker = self._out if outward else self._back
+        size = source.numel()
+        seconds = (self.link.to_host_ns(size) if outward else self.link.to_device_ns(size)) / 1e9
+        task.future = worker.submit(_copy, task, after, seconds, self.delay)
+        return task
+
+    def _wait(self, handle: _Task, slot: Slot) -> None:
+        try:
+            handle.future.result()
+        except Exception as error:
+            raise TransferError(f"copying {slot.label} between device and host failed: {error}") from error
+
+    def _let_go(self, handle: _Task) -> None:
+        handle.tensors = None
+
+    def _settle(self, handle: _Task) -> None:
+        concurrent.futures.wait([handle.future])
+
+
+def _copy(task: _Task, after: _Task | None, seconds: float, delay: Callable[[], float]) -> None:
+    """One copy on a worker: as long as the link would take, and the delay.
+
+    The task holds the tensors, so that the thread that computes drops them: frees are then counted where they are.
+    """
+    if after is not None:
+        after.future.result()
+    assert task.tensors is not None
+    begin = time.perf_counter()
+    time.sleep(delay())
+    task.tensors[0].copy_(task.tensors[1])
+    time.sleep(max(0.0, seconds - (time.perf_counter() - begin)))
+
+
+def _shut_down(pools: Sequence[concurrent.futures.ThreadPoolExecutor]) -> None:
+    for pool in pools:
+        pool.shutdown(wait=False)
+
+
+class _Queued:
+    """A copy on a CUDA stream, and the event at its end."""
+
+    def __init__(self, end: torch.cuda.Event, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.end = end
+        self.tensors: tuple[torch.Tensor, torch.Tensor] | None = tensors
+
+
+class CudaTransfers(Transfers):
+    """Copies of a CUDA device, on a stream for each direction, from and to pinned memory.
+
+    Tensors are held until computation has been told to wait for their copy: their memory then goes back to the
+    allocator of the stream that computes, behind that wait.
+    """
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+        super().__init__(slots)
+        self.device = device
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> _Queued:
+        del slot
+        stream = self._out if outward else self._back
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            stream.wait_event(after.end)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record(stream)
+        return _Queued(end, (target, source))
+
+    def _wait(self, handle: _Queued, slot: Slot) -> None:
+        del slot
+        torch.cuda.current_stream(self.device).wait_event(handle.end)
+
+    def _let_go(self, handle: _Queued) -> None:
+        handle.tensors = None
+
+    def _settle(self, handle: _Queued) -> None:
+        handle.end.synchronize()
+
+
+_numbers = itertools.count(1)
+_known: weakref.WeakValueDictionary[int, Transfers] = weakref.WeakValueDictionary()
+_LIBRARY: Final = "checkpoint_scheduler"
+
+
+def _is_over(copies: _Copies) -> bool:
+    """Whether nothing refers to a host buffer any more."""
+    return bool(copies.alive.expired())  # type: ignore[no-untyped-call]
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """The bytes of a storage as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())
+def offload(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
+    """Start copying the storage of ``x`` to the host; see :class:`Transfers`."""
+    return _known[transfers].offload(x, slot)
+
+
+@offload.register_fake
+def _(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
+    del transfers, slot
+    return torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+
+
+@torch.library.custom_op(f"{_LIBRARY}::leave", mutates_args=())
+def leave(host: torch.Tensor, transfers: int) -> None:
+    """Wait until a copy to the host has ended."""
+    _known[transfers].leave(host)
+
+
+@leave.register_fake
+def _(host: torch.Tensor, transfers: int) -> None:
+    del host, transfers
+
+
+@torch.library.custom_op(f"{_LIBRARY}::fetch", mutates_args=())
+def fetch(host: torch.Tensor, transfers: int, size: int, device: torch.device) -> torch.Tensor:
+    """Start copying a storage back from the host, and return its bytes."""
+    return _known[transfers].fetch(host, size, device)
+
+
+@fetch.register_fake
+def _(host: torch.Tensor, transfers: int, size: int, device: torch.device) -> torch.Tensor:
+    del host, transfers
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::arrive", mutates_args=())
+def arrive(host: torch.Tensor, transfers: int) -> None:
+    """Wait until a copy from the host has ended."""
+    _known[transfers].arrive(host)
+
+
+@arrive.register_fake
+def _(host: torch.Tensor, transfers: int) -> None:
+    del host, transfers
+
+
+OFFLOAD: Final = torch.ops.checkpoint_scheduler.offload.default
+LEAVE: Final = torch.ops.checkpoint_scheduler.leave.default
+FETCH: Final = torch.ops.checkpoint_scheduler.fetch.default
+ARRIVE: Final = torch.ops.checkpoint_scheduler.arrive.default
+for _waiting in (LEAVE, ARRIVE):
+    fx.node.has_side_effect(_waiting)  # nothing reads what they return: dead-code elimination would drop them

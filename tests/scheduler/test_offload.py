@@ -1,0 +1,287 @@
+"""Steps that copy to the host: equal to plain training whatever the copies' delays, in budget, and without a leak."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.links import Link
+from scheduler import Infeasible, Plan, graphs_of, measure_peak, schedule
+from scheduler.runtime import transfers
+from scheduler.runtime.transfers import HostMemoryError, Slot, ThreadTransfers, TransferError
+from solvers.simulate import simulate
+from solvers.solution import Offload, Prefetch
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+FAST = Link(1e12, 1e12, latency_ns=0, least_bytes=1024)
+
+
+class Net(nn.Module):
+    """Views, normalisation with running statistics, dropout, and a layout that is not contiguous."""
+
+    def __init__(self, depth=4, width=48, dropout=0.2):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
+        self.dropout = dropout
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            y = norm(layer(x).tanh())
+            y = nn.functional.dropout(y, self.dropout, self.training)
+            x = x + y.t().exp().t().chunk(2, dim=1)[0].repeat(1, 2)
+        return x.square().mean()
+
+
+def batch(rows=512, device="cpu"):
+    return torch.randn(rows, 48, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def make(device="cpu", **options):
+    torch.manual_seed(0)
+    return Net(**options).to(device)
+
+
+_floors = {}
+
+
+def floor_of(model, x):
+    """The least budget for which recomputation alone finds a plan; searched once for each size of step."""
+    key = (len(model.layers), len(x), model.dropout)
+    if key not in _floors:
+        _floors[key] = _searched_floor(model, x)
+    return _floors[key]
+
+
+def _searched_floor(model, x):
+    with pytest.raises(Infeasible) as raised:
+        schedule(copy.deepcopy(model), 1e-9, sample_args=(x,), costs="roofline", time_limit_s=1)
+    return raised.value.floor_bytes
+
+
+def offloaded(model, x, share=0.97, link=FAST, **options):
+    """The model under less than what recomputation alone can do with, so that it must copy."""
+    budget = f"{int(share * floor_of(model, x))}B"
+    return schedule(model, budget, sample_args=(x,), offload=True, link=link, **{"costs": "roofline"} | options)
+
+
+def step(model, x, seed=1):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters()], *[b.clone() for b in model.buffers()]]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def transfers_behind(model):
+    """What moves the storages of the step that was scheduled last."""
+    number = next(n.args[1] for n in graphs_of(model)[0].graph.nodes if n.target is transfers.OFFLOAD)
+    return transfers._known[number]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_equal_to_plain_training_and_within_the_budget(device):
+    x = batch(device=device)
+    plain = make(device)
+    model = offloaded(copy.deepcopy(plain), x, share=1.0, costs="profiled")
+    assert any(isinstance(s, Offload) for s in model.plan.steps)
+    assert any(isinstance(s, Prefetch) for s in model.plan.steps)
+    for seed in range(3):
+        assert same(step(plain, x, seed), step(model, x, seed))
+    model.zero_grad()
+
+    def once():
+        model(x).backward()
+
+    peak = measure_peak(once, resident=(model, x)).peak_bytes
+    assert peak <= model.plan.budget_bytes
+    assert peak == pytest.approx(model.plan.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_accumulated_gradients_are_equal(device):
+    x = batch(device=device)
+    plain = make(device)
+    model = offloaded(copy.deepcopy(plain), x, share=1.0)
+    for m in (plain, model):
+        torch.manual_seed(3)
+        for _ in range(3):
+            m(x).backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+def delayed(model, seed):
+    moving = transfers_behind(model)
+    draw = random.Random(seed)
+    moving.delay = lambda: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random()
+    return moving
+
+
+def test_random_delays_change_nothing():
+    x = batch(64)
+    plain = make(depth=2)
+    model = offloaded(copy.deepcopy(plain), x)
+    for seed in range(200):
+        delayed(model, seed)
+        assert same(step(plain, x, seed), step(model, x, seed)), seed
+
+
+@pytest.mark.parametrize("forgotten", ["arrive", "leave"])
+def test_a_wait_that_is_forgotten_is_found(forgotten, monkeypatch):
+    """The test above would fail: without the wait, other bytes are read, or memory is over the plan's."""
+    x = batch(64)
+    plain = make(depth=2)
+    model = offloaded(copy.deepcopy(plain), x)
+    moving = transfers_behind(model)
+    moving.delay = lambda: 0.02
+    expected = step(plain, x)
+    assert same(step(model, x), expected)
+    model.zero_grad()  # existing gradients count, and have the step planned anew
+    monkeypatch.setattr(ThreadTransfers, forgotten, lambda self, host: None)
+    if forgotten == "arrive":
+        assert not same(step(model, x), expected)
+    else:
+        peak = measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes
+        assert peak > model.plan.peak_bytes
+
+
+def test_buffers_are_reused_and_do_not_grow():
+    x = batch(64)
+    model = offloaded(make(depth=2), x)
+    moving = transfers_behind(model)
+    planned = simulate(model.plan.problem, model.plan.steps).host_bytes
+    assert moving.allocated_bytes == planned
+    for seed in range(200):
+        step(model, x, seed)
+    assert moving.allocated_bytes == planned
+
+
+def test_a_forward_without_a_backward_gives_its_buffers_back():
+    x = batch(64)
+    model = offloaded(make(depth=2), x)
+    moving = transfers_behind(model)
+    for _ in range(5):
+        loss = model(x)
+        del loss
+    step(model, x)
+    assert moving.allocated_bytes == simulate(model.plan.problem, model.plan.steps).host_bytes
+
+
+def test_two_forwards_before_their_backwards_do_not_share_buffers():
+    x, z = batch(64), batch(64) * 2
+    plain = make(depth=2, dropout=0.0)
+    model = offloaded(copy.deepcopy(plain), x)
+    for m in (plain, model):
+        first, second = m(x), m(z)
+        first.backward()
+        second.backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_two_models_share_no_buffers():
+    x = batch(64)
+    plain = make(depth=2)
+    one, other = offloaded(copy.deepcopy(plain), x), offloaded(copy.deepcopy(plain), x)
+    assert transfers_behind(one) is not transfers_behind(other)
+    for seed in range(2):
+        expected = step(plain, x, seed)
+        assert same(step(one, x, seed), expected)
+        assert same(step(other, x, seed), expected)
+
+
+def test_an_exception_in_the_worker_surfaces_with_the_tensor():
+    x = batch(64)
+    model = offloaded(make(depth=2), x)
+
+    def fail():
+        raise OSError("the cable is out")
+
+    transfers_behind(model).delay = fail
+    with pytest.raises(TransferError, match=r"(layers|norms|the model).*the cable is out"):
+        step(model, x)
+
+
+def test_refused_host_memory_plans_again_without(monkeypatch, caplog):
+    x = batch(64)
+    model = make(depth=2)
+    budget = f"{int(1.05 * floor_of(model, x))}B"
+
+    def refuse(self, size):
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
+    plain = copy.deepcopy(model)
+    schedule(model, budget, sample_args=(x,), costs="roofline", offload="auto", link=FAST)
+    assert "planning again without a host tier" in caplog.text
+    assert not any(isinstance(s, Offload) for s in model.plan.steps)
+    assert same(step(plain, x), step(model, x))
+
+
+def test_refused_host_memory_is_an_error_that_says_for_what(monkeypatch):
+    monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
+    with pytest.raises(HostMemoryError, match=r"77 bytes of host memory for relu of h\.3"):
+        ThreadTransfers([Slot(77, "relu of h.3")], FAST)
+
+
+def test_a_plan_with_copies_survives_saving(tmp_path):
+    x = batch(64)
+    plain = make(depth=2)
+    model = offloaded(copy.deepcopy(plain), x, host_budget_gb="1MB")
+    model.plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == model.plan
+    assert loaded.link == FAST
+    assert loaded.problem.host_bytes == 10**6
+    again = schedule(copy.deepcopy(plain), plan=loaded, sample_args=(x,))
+    assert same(step(plain, x), step(again, x))
+    assert "offloaded" in {d.action.value for d in loaded.decisions}
+    assert loaded.summary()
+    assert max(s.total_bytes for s in loaded.samples) == loaded.peak_bytes
+
+
+def test_the_graphs_are_readable():
+    model = offloaded(make(depth=2), batch(64))
+    forward, backward = graphs_of(model)
+    forward.graph.lint()
+    backward.graph.lint()
+    assert "# to the host: " in forward.code
+    assert "checkpoint_scheduler.offload" in forward.code
+    assert "# from the host: " in backward.code
+    before = len(backward.graph.nodes)
+    backward.graph.eliminate_dead_code()
+    assert len(backward.graph.nodes) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"offload": "sometimes"}, "offload='sometimes'"),
+        ({"link": "25GB/s"}, "offload='auto' with them"),
+        ({"offload": True, "dynamic": "bucket"}, "neither with"),
+        ({"offload": "auto", "link": "25"}, "link='25'"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        schedule(make(), 1, **options)
+
+
+def test_offload_on_the_cpu_needs_a_stated_link():
+    with pytest.raises(ValueError, match="state the link"):
+        schedule(make(), 1, sample_args=(batch(64),), costs="roofline", offload=True)
+
+
+def test_what_is_added_to_in_place_is_never_copied():
+    """Its copy would hold the bytes from before the addition."""
+    x = batch(64)
+    model = offloaded(make(depth=2), x)
+    plan = model.plan
+    storages = [plan.graph.storages[s.storage] for s in plan.graph_steps if isinstance(s, Offload)]
+    assert storages
+    assert all(storage.producer < plan.graph.forward_ops for storage in storages)
