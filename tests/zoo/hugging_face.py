@@ -416,5 +416,6 @@ STATE_SPACE: dict[str, Callable[[], Case]] = {
         time_step_rank=4,
         use_cache=False,
         use_mambapy=False,
+        use_associative_scan=False,  # else another scan runs while it is compiled than when it is not
     ),
 }

@@ -67,6 +67,14 @@ def _entries() -> dict[str, Entry]:
         atol=1e-7,
         tolerance_reason="the gradient of the scale sums logits and their transpose, in the order of their layout",
     )
+    found["gru"] = dataclasses.replace(
+        found["gru"],
+        rtol=1e-5,
+        atol=1e-7,
+        tolerance_reason="the gates are computed in place on strided views, here on dense tensors: other kernels",
+    )
+    # Its outputs are read by hooks through a context variable, which no graph holds.
+    found["vit_mae"] = dataclasses.replace(found["vit_mae"], refused="could not be captured as one graph")
     found["wav2vec2_labels"] = Entry(
         functools.partial(hugging_face.make_wav2vec2, with_labels=True),
         "audio",
