@@ -60,17 +60,30 @@ def _fast(times: list[float]) -> float:
     return statistics.quantiles(times, n=10)[0]
 
 
+def make_model(name: str) -> Case:
+    """The model that the command line names."""
+    if name == "hf":
+        case = make_hf_gpt2()
+        case.model.loss_type = "ForCausalLM"  # else the library logs, which breaks aot_eager's graph
+        return case
+    return make_gpt(batch=4, context=128, width=256, heads=4, layers=4, vocabulary=1024)
+
+
+def shown(name: str, times: dict[str, list[float]], peaks: dict[str, int]) -> tuple[str, ...]:
+    """The row of one way of running the step."""
+    return (
+        name,
+        f"{1e3 * statistics.median(times[name]):.2f}",
+        f"{median_ratio(times, name, 'plain eager'):.4f}",
+        "{:.3f} to {:.3f}".format(*ratio_interval(times, name, "plain eager")),
+        f"{_fast(times[name]) / _fast(times['plain eager']):.4f}",
+        f"{peaks[name] / 1e6:.2f}",
+    )
+
+
 def main() -> None:
     options = arguments(__doc__, rounds=300, seconds=420.0, model="hf", clock="wall")
-
-    def make() -> Case:
-        if options.model == "hf":
-            case = make_hf_gpt2()
-            case.model.loss_type = "ForCausalLM"  # else the library logs, which breaks aot_eager's graph
-            return case
-        return make_gpt(batch=4, context=128, width=256, heads=4, layers=4, vocabulary=1024)
-
-    plain, control, compiled, partitioned, scheduled = (make() for _ in range(5))
+    plain, control, compiled, partitioned, scheduled = (make_model(options.model) for _ in range(5))
     compiled.model.compile(backend="aot_eager", fullgraph=True)
     partitioned.model.compile(backend="aot_eager_default_partitioner", fullgraph=True)
     peaks = {"plain eager": max(step_peak(plain, seed) for seed in range(2))}
@@ -81,14 +94,9 @@ def main() -> None:
     peaks["aot_eager"] = max(step_peak(compiled, seed) for seed in range(3))
     keeping_peak = max(step_peak(partitioned, seed) for seed in range(3))
     peaks["scheduled"] = max(step_peak(scheduled, seed) for seed in range(3))
-    steps = {
-        "plain eager": training_step(plain),
-        "plain again": training_step(control),
-        "aot_eager": training_step(compiled),
-        "scheduled": training_step(scheduled),
-    }
+    cases = {"plain eager": plain, "plain again": control, "aot_eager": compiled, "scheduled": scheduled}
     times = interleave(
-        steps,
+        {name: training_step(case) for name, case in cases.items()},
         rounds=options.rounds,
         warm_up=3,
         seconds=options.seconds,
@@ -99,15 +107,8 @@ def main() -> None:
         f"Step of a GPT of {parameters / 1e6:.0f} M parameters without anything to recompute",
         ("step", "median ms", "ratio to plain", "95 % interval", "ratio of fastest tenths", "peak MB"),
     )
-    for name in steps:
-        table.add(
-            name,
-            f"{1e3 * statistics.median(times[name]):.2f}",
-            f"{median_ratio(times, name, 'plain eager'):.4f}",
-            "{:.3f} to {:.3f}".format(*ratio_interval(times, name, "plain eager")),
-            f"{_fast(times[name]) / _fast(times['plain eager']):.4f}",
-            f"{peaks[name] / 1e6:.2f}",
-        )
+    for name in cases:
+        table.add(*shown(name, times, peaks))
     table.show()
     failures = []
     if plan is None or not plan.is_noop:
@@ -115,23 +116,17 @@ def main() -> None:
     ratio = median_ratio(times, "scheduled", "plain eager")
     if ratio > 1.02:
         failures.append(f"step time ratio {ratio:.4f}")
-    again = ops_computed_again(make())
+    again = ops_computed_again(make_model(options.model))
     if peaks["scheduled"] > (keeping_peak if again else peaks["aot_eager"]):
         failures.append(f"peak {peaks['scheduled']:,} B > aot_eager's {peaks['aot_eager']:,} B")
     if not options.no_write:
-        partition = (
-            f"aot_eager computes {again} ops of the forward again in its backward; with the default partition, which "
-            f"computes none, its peak is {keeping_peak / 1e6:.2f} MB"
-        )
-        note = f"{len(times['scheduled'])} rounds, taken in turns; {options.clock} time; torch {torch.__version__}"
-        print(
-            write_results(
-                "noop" if options.model == "hf" else "noop_small",
-                "Overhead where nothing is recomputed",
-                [table],
-                [note, partition],
-            )
-        )
+        notes = [
+            f"{len(times['scheduled'])} rounds, taken in turns; {options.clock} time; torch {torch.__version__}",
+            f"aot_eager's backward computes {again} ops of the forward again",
+            f"with the default partition, which computes none again, its peak is {keeping_peak / 1e6:.2f} MB",
+        ]
+        page = "noop" if options.model == "hf" else "noop_small"
+        print(write_results(page, "Overhead where nothing is recomputed", [table], notes))
     finish(failures)
 
 

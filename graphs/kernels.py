@@ -73,6 +73,10 @@ def as_executed(node: fx.Node, args: tuple[Any, ...]) -> tuple[Callable[..., Any
 
 def device_of(node: fx.Node) -> torch.device:
     """Device of a node's value, or of the first tensor among several."""
+    return first_tensor(node).device
+
+
+def first_tensor(node: fx.Node) -> torch.Tensor:
+    """A node's value, or the first tensor among several."""
     value = node.meta["val"]
-    tensor = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
-    return tensor.device
+    return value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))

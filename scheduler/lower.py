@@ -20,7 +20,7 @@ from torch import fx
 from graphs._torch import OpOverload, schema_of
 from graphs.ir import StorageKind
 from graphs.joint import Capture
-from graphs.kernels import as_executed, device_of
+from graphs.kernels import as_executed, device_of, first_tensor
 from scheduler.runtime import rng
 from scheduler.runtime.transfers import ARRIVE, FETCH, LEAVE, OFFLOAD, Slot, Transfers
 from solvers.problem import Problem
@@ -390,9 +390,7 @@ class _Half:
 
 
 def _fake_mode_of(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    tensor = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
-    return tensor.fake_mode  # type: ignore[attr-defined]
+    return first_tensor(node).fake_mode  # type: ignore[attr-defined]
 
 
 def _graph_module(capture: Capture, graph: fx.Graph, comments: dict[str, str], class_name: str) -> fx.GraphModule:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import fx
 from graphs._torch import storage_identity
 from graphs.joint import storage_bytes
 from scheduler._torch import compiled_node_of
+from scheduler.runtime import rng
 
 
 def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ class StepContext:
         inputs: the graph's inputs; those that the step overwrites are copies from before.
         versions: version counters of the tensors among the inputs at that time.
         overwritten: positions of the inputs that the step overwrites.
-        rng_states: states of the CPU generator and, where used, of CUDA's.
+        rng_states: states of the CPU generator and, where used, of CUDA's, by name of device.
         autocast: per device type whether autocast was on, and its dtype.
 
     """
@@ -119,20 +120,19 @@ class StepContext:
     inputs: tuple[Any, ...]
     versions: tuple[int | None, ...]
     overwritten: frozenset[int]
-    rng_states: tuple[torch.Tensor, ...]
+    rng_states: Mapping[str, torch.Tensor]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def record(cls, inputs: Sequence[Any], overwritten: Sequence[int], device: torch.device) -> StepContext:
         """Note the state before a step."""
         kept = tuple(x.detach().clone() if i in overwritten else x for i, x in enumerate(inputs))
-        states = (torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()))
         kinds = {"cpu", device.type}
         return cls(
             inputs=kept,
             versions=tuple(x._version if isinstance(x, torch.Tensor) else None for x in kept),  # noqa: SLF001
             overwritten=frozenset(overwritten),
-            rng_states=states,
+            rng_states=rng.record_states(device),
             autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)),
         )
 
@@ -172,9 +172,7 @@ class StepContext:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            torch.set_rng_state(self.rng_states[0])
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(self.rng_states[1], device)
+            rng.restore_states(self.rng_states)
             with torch.enable_grad():
                 outputs = gm(*leaves)
         wanted = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import pathlib
-import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -21,6 +20,7 @@ from graphs.ir import Costs, Op, Storage, TrainingGraph
 from graphs.links import Link
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.errors import PlanFormatError, PlanMismatch
+from scheduler.export.files import write_whole
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
@@ -370,15 +370,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. The file appears whole or not at all; an earlier one is replaced."""
-        target = pathlib.Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, separators=(",", ":"))
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(self.to_dict(), separators=(",", ":")).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

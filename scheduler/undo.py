@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+
+from scheduler.runtime import rng
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Before:
     """
 
     buffers: tuple[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor], ...]
-    rng_states: tuple[tuple[torch.device, torch.Tensor], ...]
+    rng_states: Mapping[str, torch.Tensor]
 
     @classmethod
     def record(cls, modules: Iterable[nn.Module], device: torch.device) -> Before:
@@ -32,10 +34,7 @@ class Before:
             for name, buffer in owner._buffers.items()  # noqa: SLF001 - the dict, to put back the same tensor
             if buffer is not None and buffer.device.type != "meta"
         )
-        states = [(torch.device("cpu"), torch.get_rng_state())]
-        if device.type == "cuda":
-            states.append((device, torch.cuda.get_rng_state(device)))
-        return cls(buffers, tuple(states))
+        return cls(buffers, rng.record_states(device))
 
     def restore(self) -> None:
         """Give each buffer its tensor and its values back, and each generator its state."""
@@ -44,8 +43,4 @@ class Before:
                 owner._buffers[name] = buffer  # noqa: SLF001
                 if buffer._version != version:  # noqa: SLF001
                     buffer.copy_(values)
-        for device, state in self.rng_states:
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
+        rng.restore_states(self.rng_states)

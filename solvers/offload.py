@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-import time
-from collections.abc import Sequence
 
 from solvers.bounds import FloorBound
 from solvers.extract_offload import overlapped_steps
-from solvers.milp import FEASIBILITY_TOLERANCE, MilpResult, MilpStatus, SolverFailedError
-from solvers.moments import _near_relaxation, _spaced
 from solvers.moments_model import Decisions
+from solvers.moments_search import MomentsSearch, spaced, violations
 from solvers.offload_model import OffloadModel
 from solvers.problem import Problem
-from solvers.simulate import Simulation, simulate
-from solvers.solution import Compute, Solution, Status, Step
+from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
 
 _log = logging.getLogger(__name__)
@@ -63,15 +58,12 @@ class OffloadSolver:
         return _Search(self, problem).run()
 
 
-class _Search:
-    """One solve: the best plan and bound so far."""
+class _Search(MomentsSearch):
+    """One solve."""
 
     def __init__(self, options: OffloadSolver, problem: Problem) -> None:
+        super().__init__(problem, name="offload", gap=options.gap, time_limit_s=options.time_limit_s)
         self.options = options
-        self.problem = problem
-        self.start = time.perf_counter()
-        self.bound_ns = problem.keep_all_time_ns
-        self.best: tuple[Simulation, tuple[Step, ...]] | None = None
 
     def run(self) -> Solution:
         """Keep all if that fits, else solve models with ever more moments or ever less capacity."""
@@ -81,100 +73,41 @@ class _Search:
             return dataclasses.replace(keep_all, solver="offload")
         lower = offload_floor(problem)
         if lower.bytes > problem.budget_bytes:
-            return self._infeasible((lower.op,))
+            return self.infeasible((lower.op,))
         moments: tuple[int, ...] = (keep_all_peak_op(problem),)
         capacity = problem.capacity_bytes
         for _ in range(options.max_rounds):
-            decisions, proven_infeasible = self._solve_model(moments, capacity)
+            model = OffloadModel(problem, moments, capacity)
+            decisions, proven_infeasible = self.solve_model(model, capacity, model_gap=_MODEL_SHARE * options.gap)
             if proven_infeasible and capacity == problem.capacity_bytes:
-                return self._infeasible(moments)
+                return self.infeasible(moments)
             if decisions is None:
                 break
             excess, violated = self._consider(decisions)
-            if self._done() or self._time_left() <= 0:
+            if self.is_done() or self.time_left() <= 0:
                 break
-            fresh = _spaced([op for op in violated if op not in moments], options.moments_per_round, problem)
+            fresh = spaced([op for op in violated if op not in moments], options.moments_per_round, problem)
             if fresh and len(moments) < options.max_moments:
                 moments = tuple(sorted({*moments, *fresh}))
             else:
                 capacity -= max(excess // 2, int(_ROOM_SHARE * problem.capacity_bytes), 1)
                 if capacity <= 0:
                     break
-        return self._solution()
-
-    def _solve_model(self, moments: tuple[int, ...], capacity: int) -> tuple[Decisions | None, bool]:
-        """Solve one model, raise the lower bound where it has the full capacity; say whether it is infeasible."""
-        problem = self.problem
-        model = OffloadModel(problem, moments, capacity)
-        if not model.feasible:
-            return None, True
-        above = max(self.bound_ns / max(problem.keep_all_time_ns, 1), 1.0)  # gaps are relative to the bound
-        try:
-            result = _near_relaxation(
-                model.milp,
-                absolute_gap=100.0 * _MODEL_SHARE * self.options.gap * above,
-                time_limit_s=0.6 * self._time_left(),
-            )
-        except SolverFailedError as error:  # the search goes on with what it has
-            _log.warning("moments %s: %s", moments, error)
-            return None, False
-        _log.debug("moments %s, capacity %d: %s %s", moments, capacity, result.status, (result.bound, result.objective))
-        if capacity == problem.capacity_bytes:
-            self._raise_bound(result)
-        if result.status is MilpStatus.INFEASIBLE:
-            return None, True
-        return (model.decisions(result.values) if result.values else None), False
-
-    def _raise_bound(self, result: MilpResult) -> None:
-        """Take over the model's dual bound, rounded to whole ns with room for the solver's tolerances."""
-        if math.isfinite(result.bound):
-            step = self.problem.keep_all_time_ns
-            slack = 1e-3 + 2 * FEASIBILITY_TOLERANCE * step
-            self.bound_ns = max(self.bound_ns, step + math.ceil(result.bound / 100.0 * step - slack))
+        return self.solution()
 
     def _consider(self, decisions: Decisions) -> tuple[int, list[int]]:
         """Try the plan that the decisions suggest; return its excess bytes and the ops that exceed, worst first."""
         problem = self.problem
         steps = overlapped_steps(problem, decisions)
-        simulation = simulate(problem, steps)
-        fits = simulation.peak_bytes <= problem.budget_bytes and simulation.host_bytes <= problem.host_bytes
-        if fits and (self.best is None or simulation.step_time_ns < self.best[0].step_time_ns):
-            self.best = (simulation, steps)
+        simulation = self.offer(steps)
         _log.debug(
             "peak %.4f of the budget, %d ns, of which %d stalled",
             simulation.peak_bytes / max(problem.budget_bytes, 1),
             simulation.step_time_ns,
             simulation.stall_ns,
         )
-        return max(0, simulation.peak_bytes - problem.budget_bytes), _violated(problem, steps, simulation)
-
-    def _done(self) -> bool:
-        return self.best is not None and self.best[0].step_time_ns - self.bound_ns <= self.options.gap * self.bound_ns
-
-    def _time_left(self) -> float:
-        return self.options.time_limit_s - (time.perf_counter() - self.start)
-
-    def _infeasible(self, moments: tuple[int, ...]) -> Solution:
-        names = ", ".join(self.problem.describe_op(op) for op in moments)
-        message = f"proven: no schedule fits {self.problem.budget_bytes:,} bytes while these run: {names}"
-        seconds = time.perf_counter() - self.start
-        return Solution(Status.INFEASIBLE, (), 0, 0, self.bound_ns, "offload", seconds, message)
-
-    def _solution(self) -> Solution:
-        seconds = time.perf_counter() - self.start
-        if self.best is None:
-            message = "no plan within the budget was found, and none was proven impossible"
-            return Solution(Status.TIME_LIMIT, (), 0, 0, self.bound_ns, "offload", seconds, message)
-        simulation, steps = self.best
-        return Solution(
-            status=Status.OPTIMAL if self._done() else Status.FEASIBLE,
-            steps=steps,
-            step_time_ns=simulation.step_time_ns,
-            peak_bytes=simulation.peak_bytes,
-            lower_bound_ns=min(self.bound_ns, simulation.step_time_ns),
-            solver="offload",
-            solve_seconds=seconds,
-        )
+        violated = violations(problem, steps, simulation.live_bytes, kinds=(Compute, Free, Offload, Prefetch))
+        return max(0, simulation.peak_bytes - problem.budget_bytes), [op for _, op in violated]
 
 
 def offload_floor(problem: Problem) -> FloorBound:
@@ -187,21 +120,3 @@ def offload_floor(problem: Problem) -> FloorBound:
         if demand > best.bytes:
             best = FloorBound(demand, op)
     return best
-
-
-def _violated(problem: Problem, steps: Sequence[Step], simulation: Simulation) -> list[int]:
-    """Ops over the budget while they first execute, worst first; then those before which rebuilding or copies are."""
-    first: dict[int, int] = {}
-    before: dict[int, int] = {}
-    due = 0
-    for step, live in zip(steps, simulation.live_bytes, strict=True):
-        excess = live - problem.budget_bytes
-        if isinstance(step, Compute) and step.op == due:
-            due += 1
-            if excess > 0:
-                first[step.op] = excess
-        elif excess > 0:
-            at = min(due, len(problem.time_ns) - 1)
-            before[at] = max(excess, before.get(at, 0))
-    ranked = sorted(first, key=lambda op: (-first[op], op))
-    return ranked + sorted(before.keys() - first.keys(), key=lambda op: (-before[op], op))

@@ -6,7 +6,7 @@ The functions are called from rewritten graphs. A state is a CPU byte tensor: 5,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,16 +38,29 @@ def replay(state: torch.Tensor, device: str, op: Callable[..., Any], *args: Any,
     """
     kernel = kernel_of(op, torch.device(device))
     current = record_state(device)
-    _set_state(device, state)
+    restore_state(device, state)
     try:
         return kernel(*args, **kwargs)
     finally:
-        _set_state(device, current)
+        restore_state(device, current)
 
 
-def _set_state(device: str, state: torch.Tensor) -> None:
+def restore_state(device: str, state: torch.Tensor) -> None:
+    """Give the default generator of ``device`` a state that :func:`record_state` returned."""
     resolved = torch.device(device)
     if resolved.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(resolved).set_rng_state(state, resolved)
+
+
+def record_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of the generators that a step on ``device`` can draw from, the CPU's and its own, by name of device."""
+    names = ("cpu", str(device)) if device.type == "cuda" else ("cpu",)
+    return {name: record_state(name) for name in names}
+
+
+def restore_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Give each generator the state that :func:`record_states` noted."""
+    for device, state in states.items():
+        restore_state(device, state)

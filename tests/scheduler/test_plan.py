@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import pathlib
 import pickle
 from decimal import Decimal
 from fractions import Fraction
@@ -234,10 +235,12 @@ def test_a_failed_save_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatc
     make_plan().save(path)
     before = path.read_bytes()
 
-    def fail(*_args, **_kwargs):
+    def fail(self, content):
+        with self.open("wb") as file:
+            file.write(content[:100])
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(pathlib.Path, "write_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         make_plan((0,)).save(path)
     assert path.read_bytes() == before

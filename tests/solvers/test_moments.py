@@ -168,7 +168,7 @@ def test_infeasible_model_is_seen_before_it_is_solved():
 
 @pytest.mark.parametrize("seed", range(24))
 def test_fixing_what_the_relaxation_decides_keeps_bound_and_optimum(seed, monkeypatch):
-    monkeypatch.setattr("solvers.moments._FEW_COLUMNS", 0)
+    monkeypatch.setattr("solvers.moments_search._FEW_COLUMNS", 0)
     problem = random_chain(seed) if seed % 2 else random_problem(seed)
     optimum = BruteForceSolver(find_floor=False).solve(problem)
     found = MomentsSolver(gap=0.02).solve(problem)
