@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphs.casts import cast_regions, share_casts
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
@@ -176,6 +177,7 @@ class _Compilation:
         self.gm = gm
         self.example_inputs = example_inputs
         self.secondary = secondary
+        self.cast_regions = cast_regions(gm)
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
         self.first_step: FirstStep | None = None
@@ -185,6 +187,7 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         backend = self.backend
         device = device_of(self.example_inputs)
+        share_casts(joint, num_fwd_outputs, self.cast_regions)
         self.reach = Reach.of(joint, num_fwd_outputs)
         capture = capture_from_joint(
             joint,
