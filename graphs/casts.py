@@ -43,7 +43,7 @@ def cast_regions(gm: fx.GraphModule) -> Mapping[str, int]:
             depth -= 1
             region += depth == 0
         elif enabled and cached and getattr(node.target, "__name__", node.target) not in _EXPLICIT:
-            regions[node.name] = region
+            regions[_traced_from(node, "source_fn_stack")] = region
     return regions
 
 
@@ -91,7 +91,10 @@ def _casts_by_region(weight: fx.Node, regions: Mapping[str, int]) -> Mapping[int
 
 
 def _traced_from(node: fx.Node, key: str) -> str:
-    """Name of the Dynamo op that a node was traced from, or that a node of the backward belongs to."""
+    """Name that Dynamo first gave the op which a node was traced from, or which a node of the backward belongs to.
+
+    A Dynamo op may have been renamed since, after the variable of the model that its result went to.
+    """
     stack = node.meta.get(key)
     return str(stack[0][0]) if stack else ""
 

@@ -292,6 +292,7 @@ class Costs:
         workspace_bytes: bytes an op allocates and frees again while it runs, beyond its outputs.
         device: name of the device the figures are for.
         source: ``"profiled"`` or ``"roofline"``.
+        notes: sentences on what the figures rest on, which plans made with them repeat.
 
     """
 
@@ -299,3 +300,4 @@ class Costs:
     workspace_bytes: tuple[int, ...]
     device: str
     source: str
+    notes: tuple[str, ...] = ()

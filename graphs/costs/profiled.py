@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import logging
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -57,7 +58,8 @@ def profiled(
     """Measure what each op costs on ``device``.
 
     Ops that cannot run on made-up arguments, and those left when the time is up, are estimated by the roofline of the
-    device, with a warning in the log that names them. Global random state is left as it was. On CUDA the allocator's
+    device, scaled by what those measured took against theirs, with a warning in the log that names them and a note in
+    the costs. Global random state is left as it was. On CUDA the allocator's
     peak statistics of the device are reset.
 
     Args:
@@ -83,6 +85,7 @@ def profiled(
     cached = cache.load()
     costs = {key: cached[key] for key in counts if key in cached}
     missing = {key: node for key, node in representatives.items() if key not in costs}
+    notes: tuple[str, ...] = ()
     if missing:
         spec = _nearest_spec(device)
         estimates = {key: estimate(node, spec) for key, node in missing.items()}
@@ -92,13 +95,27 @@ def profiled(
         measured = session.run()
         if measured:
             cache.add(measured)
-        costs |= {key: measured.get(key, estimates[key]) for key in missing}
+        scaled = _scaled({key: e for key, e in estimates.items() if key not in measured}, measured, estimates)
+        costs |= measured | scaled
+        guessed = sum("_assert" not in packet_name(missing[key].target) for key in scaled)
+        if guessed:
+            notes = (f"the times of {guessed} of {len(counts)} distinct ops are estimates: they were not measured",)
     return Costs(
         time_ns=tuple(0 if key is None else costs[key][0] for key in keys),
         workspace_bytes=tuple(0 if key is None else costs[key][1] for key in keys),
         device=device_name(device),
         source="profiled",
+        notes=notes,
     )
+
+
+def _scaled(
+    guessed: Mapping[str, Measured], measured: Mapping[str, Measured], estimates: Mapping[str, Measured]
+) -> dict[str, Measured]:
+    """Estimates, their times stretched as the measured ops' were: else what was not measured would seem cheap."""
+    ratios = [measured[key][0] / estimates[key][0] for key in measured if estimates[key][0] > 0]
+    stretch = statistics.median(ratios) if ratios else 1.0
+    return {key: (round(time_ns * stretch), workspace) for key, (time_ns, workspace) in guessed.items()}
 
 
 def _checked(device: torch.device | str) -> torch.device:
@@ -172,11 +189,13 @@ class _Session:
                 self.progress(done, len(self.ops))
         if late:
             logger.warning(
-                "costs of %d of %d distinct ops are estimates: %.0f s of measuring were up (%s)",
+                "costs of %d of %d distinct ops are estimates: %.0f s of measuring were up (%s). Planning again "
+                "measures the rest; on a busy machine wait until it is idle, or delete %s",
                 len(late),
                 len(self.ops),
                 self.time_budget_s,
                 ", ".join(sorted(set(late))),
+                cache_directory(),
             )
 
     def _measure(self, key: str, node: fx.Node, sampler: Sampler) -> str | None:

@@ -85,6 +85,25 @@ def in_both_precisions(layer, x):
     return layer(layer(h.float()).tanh())
 
 
+def with_results_named(layer, x):
+    with cast():
+        h = layer(x).sin()
+        linear = layer(h)
+        linear_1 = layer(linear.tanh())
+    return layer(linear_1.float())
+
+
+def in_other_modules(layer, x):
+    attention = torch.nn.functional.multi_head_attention_forward
+    with cast():
+        for _ in range(2):
+            weight, bias = layer.weight.repeat(3, 1), layer.bias.repeat(3)
+            rows = x.unsqueeze(1)
+            x, _ = attention(rows, rows, rows, 16, 2, weight, bias, None, None, False, 0.0, layer.weight, layer.bias)
+            x = torch.addmm(layer.bias, x.squeeze(1), layer.weight).sin()
+    return x
+
+
 def without_cache(layer, x):
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         return layer(layer(x).sin()).tanh()
@@ -105,6 +124,8 @@ def cast_by_hand(layer, x):
         in_two_regions,
         in_nested_regions,
         in_both_precisions,
+        with_results_named,
+        in_other_modules,
         without_cache,
         cast_by_hand,
     ],
