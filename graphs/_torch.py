@@ -17,8 +17,10 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "autocast_depth",
     "disable_thread_profiler",
     "enable_thread_profiler",
+    "has_kernel_for",
     "in_backward",
     "is_profiled",
     "notice_profiler_start",
@@ -131,3 +133,15 @@ def _noticing(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return start
+
+
+def autocast_depth() -> int:
+    """How many autocast contexts, on or off, are open in this thread."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def has_kernel_for(op: OpOverload, dispatch_key: str) -> bool:
+    """Whether an operator does something of its own at a dispatch key."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key))

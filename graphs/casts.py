@@ -9,12 +9,16 @@ of a region become one again.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from graphs._torch import OpOverload, autocast_depth, has_kernel_for
+from graphs.joint import tensors_of
+from graphs.kernels import first_tensor
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 #: Conversions that a model asks for itself, which autocast has no part in.
@@ -28,8 +32,7 @@ def cast_regions(gm: fx.GraphModule) -> Mapping[str, int]:
 
     An autocast context around the call, if any, is the first region and ends with the call.
     """
-    torch.autocast_increment_nesting()
-    depth, region = torch.autocast_decrement_nesting(), 0
+    depth, region = autocast_depth(), 0
     states = [(_ambient(), torch.is_autocast_cache_enabled())]
     regions: dict[str, int] = {}
     for node in gm.graph.nodes:
@@ -160,3 +163,24 @@ def _chain(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node, order: dict
         order[added] = order[later]
         total = added
     return total
+
+
+def changed_by_autocast(nodes: Iterable[fx.Node | None], device: torch.device) -> fx.Node | None:
+    """The first of some traced ops whose result has another dtype under the autocast that is on now, if any.
+
+    Args:
+        nodes: ops with fake tensors in ``meta["val"]``.
+        device: whose autocast is meant.
+
+    """
+    key = f"Autocast{device.type.upper()}"
+    dtype = torch.get_autocast_dtype(device.type)
+    for node in nodes:
+        if node is None or not isinstance(node.target, OpOverload) or not has_kernel_for(node.target, key):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with first_tensor(node).fake_mode, torch.autocast(device.type, dtype=dtype):  # type: ignore[attr-defined]
+            result = node.target(*args, **kwargs)
+        if [t.dtype for t in tensors_of(result)] != [t.dtype for t in tensors_of(node.meta["val"])]:
+            return node
+    return None

@@ -20,6 +20,7 @@ from torch import fx
 from graphs import recomputability
 from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.accumulation import add_gradients_in_place
+from graphs.draws import draw_in_memory_order
 from graphs.errors import UnsupportedModelError
 from graphs.fakes import correct_fake_results
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
@@ -140,6 +141,7 @@ def capture_from_joint(
 
     """
     correct_fake_results(joint)
+    draw_in_memory_order(joint)
     builder = _Builder(
         joint,
         num_forward_outputs,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch._dynamo
 import torch._functorch._aot_autograd.graph_compile as _graph_compile
+import torch._functorch.config
 import torch._inductor.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -98,7 +99,9 @@ def compile_joint(
 
     # Without fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
     random_ops_stay = torch._inductor.config.patch(fallback_random=True)
-    with _no_donated_buffers(), random_ops_stay, native_kernels():
+    # A backward runs outside of the autocast context that the forward ran in, as in eager mode.
+    backward_outside = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+    with _no_donated_buffers(), random_ops_stay, backward_outside, native_kernels():
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=boxed,
             bw_compiler=compile_backward,

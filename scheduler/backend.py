@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphs.casts import cast_regions, share_casts
+from graphs._torch import autocast_depth
+from graphs.casts import cast_regions, changed_by_autocast, share_casts
+from graphs.errors import UnsupportedModelError
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
@@ -26,6 +28,7 @@ from scheduler.planner import Settings, transfers_of
 from scheduler.remembered import RememberedPlans
 from scheduler.runtime.transfers import HostMemoryError
 from scheduler.static import static_memory
+from solvers.solution import Compute
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +180,9 @@ class _Compilation:
         self.gm = gm
         self.example_inputs = example_inputs
         self.secondary = secondary
+        self.device = device_of(example_inputs)
         self.cast_regions = cast_regions(gm)
+        self.under_autocast = torch.is_autocast_enabled(self.device.type)  # then AOTAutograd turns it off in backward
         self.scheduled: Scheduled | None = None
         self.reach: Reach | None = None
         self.first_step: FirstStep | None = None
@@ -186,7 +191,7 @@ class _Compilation:
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         backend = self.backend
-        device = device_of(self.example_inputs)
+        device = self.device
         share_casts(joint, num_fwd_outputs, self.cast_regions)
         self.reach = Reach.of(joint, num_fwd_outputs)
         capture = capture_from_joint(
@@ -237,9 +242,30 @@ class _Compilation:
         return backend.remembered.plan(capture, static, backend.settings)
 
     def begin_backward(self) -> None:
-        """Tell the measurement, where there is one."""
+        """Tell the measurement, where there is one.
+
+        Raises:
+            UnsupportedModelError: autocast is on, and would have the backward run in another precision.
+
+        """
+        if torch.is_autocast_enabled(self.device.type) or (self.under_autocast and autocast_depth()):
+            self._check_precision()
         if self.first_step is not None:
             self.first_step.backward_begins()
+
+    def _check_precision(self) -> None:
+        assert self.scheduled is not None
+        capture, steps = self.scheduled.capture, self.scheduled.plan.steps
+        ops = [step.op for step in steps if isinstance(step, Compute)]
+        late = ops[ops.index(capture.tangents_op) :]
+        node = changed_by_autocast([capture.nodes[op] for op in late], self.device)
+        if node is not None:
+            op = capture.graph.ops[capture.nodes.index(node)]
+            raise UnsupportedModelError(
+                f"backward() was called inside of torch.autocast, where {op.name} ({op.target}) of "
+                f"{op.module_path or 'the model'} would run in another "
+                "precision than it was planned with. Call it outside of the context, as is usual with autocast."
+            )
 
     def finish_backward(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Drop the gradients of what no output reaches that received one."""

@@ -212,7 +212,7 @@ def plan_from(
             "torch": torch.__version__,
             "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
         },
-        assumptions=(*_assumptions(capture), *notes),
+        assumptions=(*_assumptions(capture), *costs.notes, *notes),
     )
 
 

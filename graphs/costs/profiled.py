@@ -95,9 +95,11 @@ def profiled(
         measured = session.run()
         if measured:
             cache.add(measured)
-        scaled = _scaled({key: e for key, e in estimates.items() if key not in measured}, measured, estimates)
-        costs |= measured | scaled
-        guessed = sum("_assert" not in packet_name(missing[key].target) for key in scaled)
+        costs |= measured
+        guesses = {key: estimates[key] for key in missing if key not in measured}
+        known = {key: (representatives[key], costs[key][0]) for key in costs} if guesses else {}
+        costs |= _scaled(guesses, known, spec)
+        guessed = sum("_assert" not in packet_name(missing[key].target) for key in guesses)
         if guessed:
             notes = (f"the times of {guessed} of {len(counts)} distinct ops are estimates: they were not measured",)
     return Costs(
@@ -110,12 +112,12 @@ def profiled(
 
 
 def _scaled(
-    guessed: Mapping[str, Measured], measured: Mapping[str, Measured], estimates: Mapping[str, Measured]
+    guesses: Mapping[str, Measured], known: Mapping[str, tuple[fx.Node, int]], spec: DeviceSpec
 ) -> dict[str, Measured]:
-    """Estimates, their times stretched as the measured ops' were: else what was not measured would seem cheap."""
-    ratios = [measured[key][0] / estimates[key][0] for key in measured if estimates[key][0] > 0]
+    """Estimates, their times stretched as those of measured ops are: else what was not measured would seem cheap."""
+    ratios = [time_ns / guess for node, time_ns in known.values() if (guess := estimate(node, spec)[0]) > 0]
     stretch = statistics.median(ratios) if ratios else 1.0
-    return {key: (round(time_ns * stretch), workspace) for key, (time_ns, workspace) in guessed.items()}
+    return {key: (round(time_ns * stretch), workspace) for key, (time_ns, workspace) in guesses.items()}
 
 
 def _checked(device: torch.device | str) -> torch.device:

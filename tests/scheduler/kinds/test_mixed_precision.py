@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
+from graphs.errors import UnsupportedModelError
 from tests.scheduler.kinds.comparing import (
     FLOOR,
     UNLIMITED,
     Wave,
+    bounded,
     compare,
     data,
     fresh,
@@ -169,12 +173,26 @@ def test_autocast_inside_the_module(inside):
     compare(lambda: Cast(inside), trained(X), recomputes=False)
 
 
-def test_autocast_outside_and_off_inside():
+def test_off_inside_of_a_context_around_the_module_stays_off_in_the_backward():
     def step(model):
         with cast():
-            return trained(X)(model)
+            output = model(X)
+        output.square().sum().backward()
+        return output
 
+    compare(lambda: Shared(in_nested_regions), step, recomputes=False)
     compare(lambda: Cast("off"), step, recomputes=False)
+
+
+def test_backward_inside_the_context_of_what_ran_outside_is_refused():
+    for context, inside in ((cast, "off"), (contextlib.nullcontext, None)):
+        model = bounded(Cast(inside))
+        with context():
+            output = model(X)
+        with cast(), pytest.raises(UnsupportedModelError, match=r"mm.* of .*outside of the context"):
+            output.square().sum().backward()
+        with cast(enabled=False):
+            model(X).square().sum().backward()
 
 
 def test_backward_inside_the_context():

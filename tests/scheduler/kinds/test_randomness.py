@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import nn
 
-from tests.scheduler.kinds.comparing import MIDDLE, UNLIMITED, compare, data, fresh, layers, trained
+from graphs.errors import UnsupportedModelError
+from scheduler import schedule
+from tests.scheduler.kinds.comparing import FLOOR, MIDDLE, UNLIMITED, compare, data, fresh, layers, trained
 
 __all__ = ["fresh"]
 
@@ -133,3 +135,49 @@ def test_noise_drawn_between_forward_and_backward():
         return output, torch.rand(2)
 
     compare(lambda: layers(16, nn.Dropout(0.4)), step)
+
+
+class InPlaces(nn.Module):
+    """Random numbers drawn into tensors whose memory has another order than their dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.inner(x).t()
+        drawn = torch.empty_like(h).bernoulli_(0.5) + torch.bernoulli(torch.full_like(h, 0.5), 0.4)
+        drawn = drawn + torch.zeros(24, 16)[::2].t().bernoulli_(0.6) + torch.empty_like(h).normal_()
+        parts = torch.zeros_like(h)
+        parts[:, :4].uniform_()
+        parts[:, 4:].bernoulli_(0.3)
+        parts[::2].t().bernoulli_(0.3)
+        return (h * drawn * parts).sin().exp()
+
+
+@pytest.mark.parametrize("fraction", [FLOOR, UNLIMITED])
+def test_numbers_lie_where_eager_mode_draws_them(fraction):
+    compare(InPlaces, trained(data(12, 16)), fraction=fraction, recomputes=False)
+
+
+class PartlyNormal(InPlaces):
+    def forward(self, x):
+        h = self.inner(x)
+        noise = torch.zeros_like(h)
+        noise[:, ::2].normal_()
+        return h * noise
+
+
+def test_normal_numbers_drawn_into_a_part_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"normal_\(\) at .*randn_like"):
+        schedule(PartlyNormal(), "1MB", sample_args=(data(12, 16),))
+
+
+def test_dropout_behind_attention_in_low_precision():
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(data(2, 6, 16))
+        y.square().sum().backward()
+        return y
+
+    compare(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True), step, recomputes=False)
