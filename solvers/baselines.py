@@ -1,8 +1,8 @@
 """Published strategies that look at the budget, as plans of the same type as everything else.
 
 Each has one parameter. The values that make a difference are tried, more coarsely where there are many, and the fastest
-plan that fits is taken; where none fits, the least peak is stated as ``floor_bytes``. Like the strategies of :mod:`solvers.strategies` they are seen
-at their best: storages are freed after their last use.
+plan that fits is taken; where none fits, the least peak is stated as ``floor_bytes``. Like the strategies of
+:mod:`solvers.strategies` they are seen at their best: storages are freed after their last use.
 """
 
 from __future__ import annotations
@@ -266,6 +266,19 @@ def _source_side(arcs: Sequence[tuple[int, int, float]], source: int, sink: int)
     flow.add_arcs_with_capacity(tail.astype(np.int32), head.astype(np.int32), whole.astype(np.int64))
     flow.solve(source, sink)
     return set(flow.get_source_side_min_cut())
+
+
+def least_peak(problem: Problem, *, deadline: float = math.inf) -> Solution | None:
+    """The plan of least peak of all families; no plan is looked at after ``deadline`` (``time.perf_counter``)."""
+    start = time.perf_counter()
+    least: tuple[int, str, Member] | None = None
+    for baseline in BASELINES.values():
+        for member in baseline.members(problem, deadline=deadline):
+            if least is None or (member.peak_bytes, member.time_ns) < (least[0], least[2].time_ns):
+                least = (member.peak_bytes, baseline.name, member)
+    if least is None:
+        return None
+    return heuristic_solution(problem.with_budget(least[0]), least[2].order, solver=least[1], start=start)
 
 
 #: Families of plans that look at the budget, by the name under which reports show them.
