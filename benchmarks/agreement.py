@@ -20,11 +20,10 @@ _Solver = AutoSolver | MomentsSolver | StateSearchSolver
 
 SOLVERS: Final[dict[str, _Solver]] = {
     "portfolio": AutoSolver(),
-    "portfolio, gap 0": AutoSolver(gap=0.0),
     "search over states": StateSearchSolver(),
     "moments": MomentsSolver(gap=0.0),
 }
-EXACT: Final = ("portfolio", "portfolio, gap 0", "search over states")
+EXACT: Final = ("portfolio", "search over states")
 
 
 def compare(problem: Problem, best: Solution, found: Solution) -> tuple[bool, bool]:
