@@ -12,6 +12,7 @@ from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
 from solvers.simulate import Simulation, compute_order, simulate, with_frees
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
+from solvers.state_search import StateSearchSolver
 from solvers.store_all import StoreAllSolver, store_all_steps
 from solvers.strategies import BlockCheckpoint, BlockSegments, EveryKthBlock, SelectiveAttention, SqrtSegments
 from solvers.validate import InvalidPlan, validate
@@ -40,6 +41,7 @@ __all__ = [
     "Simulation",
     "Solution",
     "SqrtSegments",
+    "StateSearchSolver",
     "Status",
     "Step",
     "StoreAllSolver",

@@ -1,4 +1,4 @@
-"""The portfolio that plans a training step: keep all where it fits, else moments, else chain, walk, and by hand."""
+"""The portfolio that plans a training step: keep all where it fits, else moments, else baselines, chain and walk."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import time
 from solvers.baselines import BASELINES
 from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
-from solvers.exact import ExactSolver
 from solvers.moments import MomentsSolver
 from solvers.offload import OffloadSolver, offload_floor
 from solvers.problem import Problem
 from solvers.prune import pruned
 from solvers.rematerialise import Rematerialiser
 from solvers.solution import Solution, Status
+from solvers.state_search import StateSearchSolver
 from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
 
-_Solver = Rematerialiser | ExactSolver | MomentsSolver | ChainSolver
-
-_FLOOR_SHARE = 0.4  # of the time limit
-_FLOOR_S = 10.0  # at least: more than the search takes on all but large problems
 _HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
+_FAMILY_SHARE = 0.3  # of what is left then, for each published family
+_MOST_PRUNED = 2  # of the baselines that fit, the fastest
 _WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
-_SHARE = 0.7  # of what is left then, for the chain solver and for the walk: the next ones, and baselines, come after
-_TINY = 20  # ops up to which the exact program is solved too: mostly within a second
-_EXACT_S = 5.0  # and for no longer than this
+_SHARE = 0.7  # of what is left then, for the chain solver, and of what that leaves for the walk
+_PRUNE_S = 2.0  # for the plan of the floor, where the time limit has passed
+_TINY = 24  # ops up to which all schedules are searched: mostly within a second
+_STATES = 50_000  # of that search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +34,10 @@ class AutoSolver:
     """Best plan and best bound of the solvers that suit the problem. Deterministic unless the time limit is hit.
 
     Attributes:
-        time_limit_s: wall-clock limit of the whole solve; looking for the floor may take 10 s where that is more.
+        time_limit_s: wall-clock limit of the search for a fast plan. Where it finds none, the floor is looked for,
+            which has a limit of its own.
         gap: a plan is ``OPTIMAL`` when (step time − lower bound) / lower bound is at most this; the search stops there.
+            Problems of a few ops are solved to the optimum whatever it says.
 
     """
 
@@ -57,31 +58,42 @@ class AutoSolver:
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
             return self._infeasible(problem, keep_all, start, None)
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
-        if moments.status is Status.INFEASIBLE:
-            return self._infeasible(problem, moments, start, None)
-        best = moments
-        if moments.status is not Status.OPTIMAL:
-            known = [solution for strategy in BY_HAND.values() if (solution := strategy.solve(problem)).status.has_plan]
-            if not known and not moments.status.has_plan:
-                known = self._any_plan(problem, start)
-            if not known and not moments.status.has_plan:
-                floor = self._floor(problem)
-                if floor.bytes > problem.budget_bytes:
-                    return self._infeasible(problem, moments, start, floor)
-                known = [floor.plan]
-            best = self._best(problem, moments, known, start)
+        best, bound = moments, moments.lower_bound_ns
+        if moments.status not in (Status.OPTIMAL, Status.INFEASIBLE):
+            best = self._best(problem, moments, start)
+        if best.status is not Status.INFEASIBLE and self._is_tiny(problem) and not self._is_proven(best, bound):
+            best = self._settle(problem, best, start)
+            bound = max(bound, best.lower_bound_ns)
+        if best.status is Status.INFEASIBLE:
+            return self._infeasible(problem, best, start, None)
+        if not best.status.has_plan:
+            floor = find_floor(problem, enough_bytes=problem.budget_bytes)
+            if floor.bytes > problem.budget_bytes:
+                return self._infeasible(problem, best, start, floor)
+            deadline = max(start + self.time_limit_s, time.perf_counter() + _PRUNE_S)
+            best = pruned(problem, floor.plan, deadline=deadline)
         return dataclasses.replace(
             best,
-            status=Status.OPTIMAL if self._within(best, moments.lower_bound_ns) else Status.FEASIBLE,
-            lower_bound_ns=min(moments.lower_bound_ns, best.step_time_ns),
+            status=Status.OPTIMAL if self._within(best, bound) else Status.FEASIBLE,
+            lower_bound_ns=min(bound, best.step_time_ns),
             message="",
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _any_plan(self, problem: Problem, start: float) -> list[Solution]:
-        """A plan of the walk, under the rules that the floor is looked for with, if there is one."""
-        walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
-        return [walk] if walk.status.has_plan else []
+    @staticmethod
+    def _is_tiny(problem: Problem) -> bool:
+        """Whether a problem is small enough for all schedules to be searched."""
+        return len(problem.time_ns) <= _TINY
+
+    @staticmethod
+    def _is_proven(plan: Solution, bound_ns: int) -> bool:
+        """Whether there is a plan that takes no longer than the bound."""
+        return plan.status.has_plan and plan.step_time_ns <= bound_ns
+
+    def _settle(self, problem: Problem, best: Solution, start: float) -> Solution:
+        """Search all schedules of a tiny problem for a faster one."""
+        search = StateSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
+        return search.solve(problem, best if best.status.has_plan else None)
 
     def _with_host(self, problem: Problem, start: float) -> Solution:
         """The plan of the offload solver, or a faster one without copies where that is not within the gap."""
@@ -112,38 +124,37 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _best(self, problem: Problem, moments: Solution, known: list[Solution], start: float) -> Solution:
+    def _best(self, problem: Problem, moments: Solution, start: float) -> Solution:
         """The plan of the moments solver, or a faster one of the other solvers where that is not within the gap.
 
-        ``known`` are plans found already, before they are pruned.
+        What people apply by hand and the published families come first, so that no plan is slower than any of theirs.
         """
         deadline = start + self.time_limit_s
-        best = _fastest([moments, *(pruned(problem, plan, deadline=deadline) for plan in known)])
-        others: list[_Solver] = [ChainSolver(), Rematerialiser()]
-        if len(problem.time_ns) <= _TINY:
-            others.append(ExactSolver(gap=self.gap / 2, time_limit_s=_EXACT_S))
-        for solver in others:
-            if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
-                best = _fastest([best, self._limited(solver, start).solve(problem)])
-        for baseline in BASELINES.values():
-            if not self._within(best, moments.lower_bound_ns) and self._left(start) > 0:
-                found = dataclasses.replace(baseline, time_limit_s=self._left(start)).solve(problem)
-                if found.status.has_plan:
-                    best = _fastest([best, pruned(problem, found, deadline=deadline)])
+        by_hand = (strategy.solve(problem) for strategy in BY_HAND.values())
+        families = (
+            dataclasses.replace(f, time_limit_s=self._family_s(start)).solve(problem) for f in BASELINES.values()
+        )
+        known = [plan for plan in (*by_hand, *families) if plan.status.has_plan]
+        known.sort(key=lambda plan: plan.step_time_ns)
+        best = _fastest([moments, *(pruned(problem, plan, deadline=deadline) for plan in known[:_MOST_PRUNED])])
+        if not best.status.has_plan:  # soon, under the rules that the floor is looked for with
+            walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
+            best = walk if walk.status.has_plan else moments
+        others: tuple[ChainSolver | Rematerialiser, ...] = (ChainSolver(), Rematerialiser())
+        for solver in others if best.status.has_plan else ():
+            left = self._left(start)
+            if not self._within(best, moments.lower_bound_ns) and left > 0:
+                limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, _SHARE * left))
+                best = _fastest([best, limited.solve(problem)])
         return best
 
-    def _limited(self, solver: _Solver, start: float) -> _Solver:
-        """The solver with no more than its share of the time that is left."""
-        share = _SHARE if isinstance(solver, ChainSolver | Rematerialiser) else 1.0
-        return dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, share * self._left(start)))
+    def _family_s(self, start: float) -> float:
+        """Seconds for one family of baselines: mostly more than they take."""
+        return max(_FAMILY_SHARE * self._left(start), 0.1)
 
     def _within(self, plan: Solution, bound_ns: int) -> bool:
         """Whether there is a plan that is at most the gap that was asked for above the bound."""
         return plan.status.has_plan and plan.step_time_ns - bound_ns <= self.gap * bound_ns
-
-    def _floor(self, problem: Problem) -> Floor:
-        """The floor, searched alike whatever the budget: a budget that an ``INFEASIBLE`` answer names has a plan."""
-        return find_floor(problem, time_limit_s=max(self.time_limit_s * _FLOOR_SHARE, _FLOOR_S))
 
     def _left(self, start: float) -> float:
         return self.time_limit_s - (time.perf_counter() - start)
@@ -154,7 +165,7 @@ class AutoSolver:
         ``floor`` is what was found where infeasibility is not proven, ``None`` where it is.
         """
         how = "no schedule fits" if floor is None else "no schedule was found that fits"
-        floor = floor or self._floor(problem)
+        floor = floor or find_floor(problem)
         return Solution(
             status=Status.INFEASIBLE,
             steps=(),

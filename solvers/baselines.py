@@ -1,8 +1,8 @@
 """Published strategies that look at the budget, as plans of the same type as everything else.
 
-Each has one parameter. Every value that makes a difference is tried, and the fastest plan that fits is taken; where
-none fits, the least peak is stated as ``floor_bytes``. Like the strategies of :mod:`solvers.strategies` they are seen
-at their best: storages are freed after their last use.
+Each has one parameter. The values that make a difference are tried, more coarsely where there are many, and the fastest
+plan that fits is taken; where none fits, the least peak is stated as ``floor_bytes``. Like the strategies of
+:mod:`solvers.strategies` they are seen at their best: storages are freed after their last use.
 """
 
 from __future__ import annotations
@@ -13,22 +13,41 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
-import networkx as nx
+import numpy as np
+from ortools.graph.python import max_flow
 
 from solvers.chain import Chain, cut, forward_end
 from solvers.chain_dp import ChainTable, Stage
 from solvers.chain_solver import order_of
 from solvers.extract import just_in_time
 from solvers.heuristic import heuristic_solution
+from solvers.live import LiveBytes
 from solvers.moments_model import Decisions
 from solvers.problem import Problem
 from solvers.region_options import Option, Sweep, local_problem, sweep
-from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution
 from solvers.strategies import Segment, blocks, checkpointed_order, joined
 
 _WEIGHTS = 20  # values of the price of a byte that the minimum cut is tried for
 _MOST_CHECKPOINTS = 32
+_EVERY = 16  # every k up to this one is tried, and some beyond
+_COARSE = 1.25  # between those
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Member:
+    """One plan of a family.
+
+    Attributes:
+        time_ns: time of all executions.
+        peak_bytes: most bytes live at once, static ones included.
+        order: the executions.
+
+    """
+
+    time_ns: int
+    peak_bytes: int
+    order: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,28 +72,27 @@ class _Baseline:
         ``INFEASIBLE`` where none fits.
         """
         started = time.perf_counter()
-        best: tuple[int, Sequence[int]] | None = None
-        least = None
-        tried: set[tuple[int, ...]] = set()
-        for order in self.orders(problem):
-            if tried and time.perf_counter() - started > self.time_limit_s:
-                break
-            if tuple(order) in tried:
-                continue
-            tried.add(tuple(order))
-            figures = simulate(problem, with_frees(problem, order))
-            least = figures.peak_bytes if least is None else min(least, figures.peak_bytes)
-            fits = figures.peak_bytes <= problem.budget_bytes
-            if fits and (best is None or figures.step_time_ns < best[0]):
-                best = (figures.step_time_ns, order)
+        found = tuple(self.members(problem, deadline=started + self.time_limit_s))
+        best = min((member for member in found if member.peak_bytes <= problem.budget_bytes), default=None)
         return heuristic_solution(
             problem,
-            best[1] if best else None,
+            best.order if best else None,
             solver=self.name,
             start=started,
-            message=f"best of {len(tried)} plans",
-            floor_bytes=least,
+            message=f"best of {len(found)} plans",
+            floor_bytes=min((member.peak_bytes for member in found), default=None),
         )
+
+    def members(self, problem: Problem, *, deadline: float = math.inf) -> Iterator[Member]:
+        """The distinct plans of the family, whatever the budget; no more after ``deadline`` (``time.perf_counter``)."""
+        live = LiveBytes(problem)
+        tried: set[tuple[int, ...]] = set()
+        for order in map(tuple, self.orders(problem)):
+            if order not in tried:
+                tried.add(order)
+                yield Member(live.time_ns(order), live.peak(order), order)
+            if time.perf_counter() > deadline:
+                return
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,11 +102,19 @@ class EveryK(_Baseline):
     name: ClassVar[str] = "every-k"
 
     def orders(self, problem: Problem) -> Iterator[Sequence[int]]:
-        """Three for each k up to the number of blocks."""
+        """Three for each k up to the number of blocks, coarsely where that is large."""
         found = tuple(blocks(problem).values())
-        for k in range(1, len(found) + 1):
+        for k in _spread(len(found)):
             for segments in (found[::k], found[:k], joined(found, k)):
                 yield checkpointed_order(problem, segments)
+
+
+def _spread(most: int) -> Iterator[int]:
+    """The numbers from 1 to ``most``; the larger ones a quarter apart."""
+    k = 1
+    while k <= most:
+        yield k
+        k = max(k + 1, int(_COARSE * k)) if k >= _EVERY else k + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,24 +237,48 @@ def _least_cut(problem: Problem, end: int, price: float) -> frozenset[int]:
         op executes again   op → sink       time; uncuttable where it must not
         which needs inputs  op → input      uncuttable
     """
-    graph = nx.DiGraph()
+    ops, storages = len(problem.time_ns), len(problem.storage_bytes)
+    source, sink = ops + storages, ops + storages + 1
+    arcs: list[tuple[int, int, float]] = []  # nodes are ops, then storages; math.inf cannot be cut
     for s, op in enumerate(problem.producer):
         if op < end:
-            graph.add_edge(("storage", s), ("op", op), capacity=price * problem.storage_bytes[s])
+            arcs.append((ops + s, op, price * problem.storage_bytes[s]))
             if s in problem.live_at_end or (problem.readers[s] and problem.readers[s][-1] >= end):
-                graph.add_edge("source", ("storage", s))
+                arcs.append((source, ops + s, math.inf))
     for op in range(end):
-        if ("op", op) in graph:
-            if problem.recomputable[op]:
-                graph.add_edge(("op", op), "sink", capacity=float(problem.time_ns[op]))
-                graph.add_edges_from((("op", op), ("storage", s)) for s in problem.inputs[op])
-            else:
-                graph.add_edge(("op", op), "sink")
-    if "source" not in graph or "sink" not in graph:
-        return frozenset()
-    _, (source_side, _) = nx.minimum_cut(graph, "source", "sink", flow_func=nx.algorithms.flow.shortest_augmenting_path)
-    needed = (s for s, op in enumerate(problem.producer) if op < end and ("storage", s) in source_side)
-    return frozenset(s for s in needed if ("op", problem.producer[s]) not in source_side)
+        if problem.recomputable[op]:
+            arcs.append((op, sink, problem.time_ns[op]))
+            arcs.extend((op, ops + s, math.inf) for s in problem.inputs[op])
+        else:
+            arcs.append((op, sink, math.inf))
+    reached = _source_side(arcs, source, sink)
+    return frozenset(
+        s for s, op in enumerate(problem.producer) if op < end and ops + s in reached and op not in reached
+    )
+
+
+def _source_side(arcs: Sequence[tuple[int, int, float]], source: int, sink: int) -> set[int]:
+    """Nodes on the source's side of a minimum cut, the fewest; capacities are taken to 2^-40 of their sum."""
+    tail, head, capacity = (np.array(column) for column in zip(*arcs, strict=True))
+    total = max(float(capacity[np.isfinite(capacity)].sum()), 1e-9)
+    whole = np.where(np.isfinite(capacity), np.rint(np.minimum(capacity, total) * (2**40 / total)), 2**50)
+    flow = max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(tail.astype(np.int32), head.astype(np.int32), whole.astype(np.int64))
+    flow.solve(source, sink)
+    return set(flow.get_source_side_min_cut())
+
+
+def least_peak(problem: Problem, *, deadline: float = math.inf) -> Solution | None:
+    """The plan of least peak of all families; no plan is looked at after ``deadline`` (``time.perf_counter``)."""
+    start = time.perf_counter()
+    least: tuple[int, str, Member] | None = None
+    for baseline in BASELINES.values():
+        for member in baseline.members(problem, deadline=deadline):
+            if least is None or (member.peak_bytes, member.time_ns) < (least[0], least[2].time_ns):
+                least = (member.peak_bytes, baseline.name, member)
+    if least is None:
+        return None
+    return heuristic_solution(problem.with_budget(least[0]), least[2].order, solver=least[1], start=start)
 
 
 #: Families of plans that look at the budget, by the name under which reports show them.

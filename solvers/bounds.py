@@ -7,7 +7,7 @@ import math
 import sys
 import time
 
-from solvers.chain_solver import least_peak
+from solvers import baselines, chain_solver
 from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.prune import pruned
@@ -19,7 +19,9 @@ from solvers.strategies import BY_HAND
 FLOOR_RULES = (RULES[0], RULES[4])
 _MORE_FLOOR_RULES = (*FLOOR_RULES, RULES[5], RULES[6], RULES[1])
 _MEDIUM = 500  # ops up to which the walk is tried under more rules
-_CHAIN_SHARE = 0.6  # of the time limit
+_BASELINES_SHARE = 0.3  # of the time limit; the following ones count from the start too
+_CHAIN_SHARE = 0.6
+_WALKS_SHARE = 0.9
 # Any plan at all, soon: it is called a dozen times.
 _SMALL_SOLVER = MomentsSolver(gap=math.inf, model_gap=0.05, max_rounds=5, shrink_rounds=4, time_limit_s=0.3)
 _SMALL = 50  # ops up to which models are solved for the floor, in a second or two
@@ -93,41 +95,58 @@ class Floor:
         return self.plan.peak_bytes
 
 
-def find_floor(problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = math.inf) -> Floor:
+def find_floor(
+    problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 30.0, enough_bytes: int = 0
+) -> Floor:
     """Look for the least budget with a plan; the problem's own budget does not matter.
 
-    Bisection between :func:`floor_lower_bound` and the least known peak by the strict-budget walk, to ``tolerance`` of
-    the latter: with late storages pinned, which is fast where it works, then without, under more rules the fewer ops
-    there are. Small problems are then searched by the moments solver, whose proofs raise the lower bound. The
-    search starts from the strategies applied by hand and the least peak of the step as a chain, and the peak of each
-    plan found tightens it. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s``
-    has passed, after which no walk goes on and no model is begun.
+    The search starts from the least peak of keeping all, of the strategies applied by hand, of the published families
+    and of the step as a chain. From there on, bisection down to :func:`floor_lower_bound` by the strict-budget walk, to
+    ``tolerance`` of the least peak so far: with late storages pinned, which is fast where it works, then without, under
+    more rules the fewer ops there are. Small problems are then searched by the moments solver, whose proofs raise the
+    lower bound. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s`` has passed,
+    after which no walk goes on and no model is begun. It ends with the first plan whose peak is ``enough_bytes``.
     """
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
-    keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
-    ample = problem.with_budget(keep_all.peak_bytes)
-    by_hand = [
-        solution for solution in (strategy.solve(ample) for strategy in BY_HAND.values()) if solution.status.has_plan
-    ]
-    chain = least_peak(problem, deadline=start + _CHAIN_SHARE * time_limit_s)
-    plan = min([keep_all, *by_hand, *((chain,) if chain else ())], key=lambda solution: solution.peak_bytes)
+    plan = _least_known(problem, start, time_limit_s, enough_bytes)
     slack = tolerance * plan.peak_bytes
     rules = FLOOR_RULES if len(problem.time_ns) > _MEDIUM else _MORE_FLOOR_RULES
+    deadline = start + _WALKS_SHARE * time_limit_s
     for rule in rules:
-        left = time_limit_s - (time.perf_counter() - start)
-        if left < 0:
+        left = deadline - time.perf_counter()
+        if left < 0 or plan.peak_bytes <= enough_bytes:
             break
         walk = Rematerialiser(rules=(rule,), improve=False, time_limit_s=left)
-        _, plan = _bisect(problem, walk, (lower.bytes, plan), slack)
+        interval = (lower.bytes, plan)
+        _, plan = _bisect(problem, walk, interval, slack, deadline=deadline, enough_bytes=enough_bytes)
+    if plan.peak_bytes <= enough_bytes:
+        return Floor(plan, lower)
     plan = pruned(problem.with_budget(plan.peak_bytes), plan, deadline=start + time_limit_s)
     if len(problem.time_ns) > _SMALL:
         return Floor(plan, lower)
     at_low = _SMALL_SOLVER.solve(problem.with_budget(lower.bytes))
     if at_low.status.has_plan:
         return Floor(at_low, lower)
-    proven, plan = _bisect(problem, _SMALL_SOLVER, (lower.bytes, plan), slack, start + time_limit_s)
+    proven, plan = _bisect(problem, _SMALL_SOLVER, (lower.bytes, plan), slack, deadline=start + time_limit_s)
     return Floor(plan, lower if proven <= lower.bytes else FloorBound(proven, keep_all_peak_op(problem)))
+
+
+def _least_known(problem: Problem, start: float, time_limit_s: float, enough_bytes: int) -> Solution:
+    """The plan of least peak of those that are made without a budget in mind, or the first of ``enough_bytes``."""
+    keep_all = StoreAllSolver().solve(problem.with_budget(sys.maxsize))
+    ample = problem.with_budget(keep_all.peak_bytes)
+    by_hand = (strategy.solve(ample) for strategy in BY_HAND.values())
+    least = min((keep_all, *(plan for plan in by_hand if plan.status.has_plan)), key=_peak)
+    for search, share in ((baselines.least_peak, _BASELINES_SHARE), (chain_solver.least_peak, _CHAIN_SHARE)):
+        if least.peak_bytes > enough_bytes:
+            found = search(problem, deadline=start + share * time_limit_s)
+            least = min((least, found), key=_peak) if found else least
+    return least
+
+
+def _peak(plan: Solution) -> int:
+    return plan.peak_bytes
 
 
 def _bisect(
@@ -135,12 +154,14 @@ def _bisect(
     solver: MomentsSolver | Rematerialiser,
     interval: tuple[int, Solution],
     slack: float,
-    deadline: float = math.inf,
+    *,
+    deadline: float,
+    enough_bytes: int = 0,
 ) -> tuple[int, Solution]:
     """Between a budget and a plan: what is proven to be too little, plus one, and the plan of least peak found."""
     low, plan = interval
     proven = low
-    while plan.peak_bytes - low > slack and time.perf_counter() < deadline:
+    while plan.peak_bytes - low > slack and plan.peak_bytes > enough_bytes and time.perf_counter() < deadline:
         candidate = (low + plan.peak_bytes) // 2
         solution = solver.solve(problem.with_budget(candidate))
         if solution.status.has_plan:

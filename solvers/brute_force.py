@@ -6,13 +6,11 @@ import dataclasses
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Iterator
 
 from solvers.problem import Problem
 from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status, Step
-
-_State = tuple[int, int]  # (next op to execute for the first time, resident storages as a bit set)
+from solvers.states import State, StateSpace, ops_of_path
 
 
 class _TooManyStatesError(Exception):
@@ -80,11 +78,11 @@ class BruteForceSolver:
         """Dijkstra's algorithm; ``None`` where no path reaches the goal."""
         if problem.capacity_bytes < 0:
             return None
-        space = _Space(problem)
-        start: _State = (0, 0)
-        best: dict[_State, int] = {start: 0}
-        came_from: dict[_State, tuple[_State, int]] = {}
-        done: set[_State] = set()
+        space = StateSpace(problem)
+        start: State = (0, 0)
+        best: dict[State, int] = {start: 0}
+        came_from: dict[State, tuple[State, int]] = {}
+        done: set[State] = set()
         tie = itertools.count()
         queue = [(0, next(tie), start)]
         while queue:
@@ -92,7 +90,7 @@ class BruteForceSolver:
             if state in done:
                 continue
             if space.is_goal(state):
-                return with_frees(problem, _ops_of_path(came_from, state))
+                return with_frees(problem, ops_of_path(came_from, state))
             done.add(state)
             if len(done) > self.max_states:
                 raise _TooManyStatesError
@@ -117,82 +115,3 @@ class BruteForceSolver:
             else:
                 enough = simulate(problem, steps).peak_bytes
         return enough
-
-
-class _Space:
-    """The edges of the search: which states follow a state."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.inputs = [_bits(storages) for storages in problem.inputs]
-        self.outputs = [_bits(storages) for storages in problem.outputs]
-        self.live_at_end = _bits(problem.live_at_end)
-        self.needed = [self._needed_from(position) for position in range(len(problem.time_ns) + 1)]
-        sizes = enumerate(problem.storage_bytes)
-        self.largest_first = sorted(((size, storage) for storage, size in sizes if size), reverse=True)
-        self.demand = [
-            sum(problem.storage_bytes[storage] for storage in outputs) + workspace
-            for outputs, workspace in zip(problem.outputs, problem.workspace_bytes, strict=True)
-        ]
-
-    def _needed_from(self, position: int) -> int:
-        """Storages that a schedule can still need once the ops before ``position`` have executed."""
-        problem = self.problem
-        needed = self.live_at_end
-        for op in range(len(problem.time_ns) - 1, -1, -1):
-            if op >= position or (problem.recomputable[op] and self.outputs[op] & needed):
-                needed |= self.inputs[op]
-        return needed
-
-    def is_goal(self, state: _State) -> bool:
-        """Whether every op has executed and what must live to the end is resident."""
-        position, resident = state
-        return position == len(self.problem.time_ns) and not self.live_at_end & ~resident
-
-    def successors(self, state: _State) -> Iterator[tuple[int, _State]]:
-        """Each op that can execute now, with each state that can follow."""
-        position, resident = state
-        for op in range(min(position + 1, len(self.problem.time_ns))):
-            wanted = self.outputs[op] & self.needed[position] & ~resident
-            if self.inputs[op] & ~resident or (op < position and not (self.problem.recomputable[op] and wanted)):
-                continue
-            follower = max(position, op + 1)
-            for kept in self._kept(resident & ~self.outputs[op], op):
-                yield op, (follower, (kept | self.outputs[op]) & self.needed[follower])
-
-    def _kept(self, resident: int, op: int) -> Iterator[int]:
-        """Inclusion-maximal subsets of ``resident`` that hold the inputs of ``op`` and leave room for it to run."""
-        held = [(size, storage) for size, storage in self.largest_first if resident >> storage & 1]
-        excess = sum(size for size, _ in held) + self.demand[op] - self.problem.capacity_bytes
-        droppable = [(size, storage) for size, storage in held if not self.inputs[op] >> storage & 1]
-        for dropped in _least_drops(droppable, excess):
-            yield resident & ~dropped
-
-
-def _least_drops(largest_first: list[tuple[int, int]], excess: int) -> Iterator[int]:
-    """Inclusion-minimal sets of (size, storage) whose sizes sum up to at least ``excess``, as bit sets.
-
-    Items are taken from the largest down and no further once they suffice: without its last and smallest item a set
-    falls short, so each set found is minimal, and each minimal set is found once.
-    """
-    if excess <= 0:
-        yield 0
-        return
-    for i, (size, storage) in enumerate(largest_first):
-        for rest in _least_drops(largest_first[i + 1 :], excess - size):
-            yield 1 << storage | rest
-
-
-def _bits(storages: Iterable[int]) -> int:
-    """The set as the bits of an integer."""
-    return sum(1 << storage for storage in set(storages))
-
-
-def _ops_of_path(came_from: dict[_State, tuple[_State, int]], state: _State) -> list[int]:
-    """Ops executed on the way from the start to ``state``, in order."""
-    ops: list[int] = []
-    while state in came_from:
-        state, op = came_from[state]
-        ops.append(op)
-    ops.reverse()
-    return ops

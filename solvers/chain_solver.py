@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from solvers.chain import Chain, cut, forward_end
 from solvers.chain_dp import Action, ChainTable, PassBackward, PassForward, Stage, SweepForward, Turn
 from solvers.heuristic import heuristic_solution
+from solvers.live import LiveBytes
 from solvers.problem import Problem
 from solvers.prune import prune
 from solvers.region_options import RegionOptions, sweep
-from solvers.simulate import simulate, with_frees
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver
 
@@ -145,6 +145,7 @@ def least_peak(problem: Problem, *, deadline: float = math.inf) -> Solution | No
 def _least(model: ChainModel, peak: int, deadline: float) -> tuple[int, tuple[int, ...]] | None:
     """Least peak, and its order, for one chain: a coarse table, and a fine one for what that finds."""
     best: tuple[int, tuple[int, ...]] | None = None
+    live = LiveBytes(model.problem)
     capacity = peak - model.problem.static_bytes
     for _ in range(2):
         table = ChainTable(model.stages, capacity, deadline=deadline)
@@ -153,7 +154,7 @@ def _least(model: ChainModel, peak: int, deadline: float) -> tuple[int, tuple[in
             break
         for at in range(level, min(level + 3, table.levels + 1)):
             order = model.order(table.schedule(at))
-            taken = simulate(model.problem, with_frees(model.problem, order)).peak_bytes
+            taken = live.peak(order)
             if best is None or taken < best[0]:
                 best = (taken, order)
         capacity = (level + 2) * table.unit
@@ -172,11 +173,11 @@ def plan_within(model: ChainModel, problem: Problem, *, deadline: float = math.i
     least = table.least_level()
     if least is None:
         return None
+    live = LiveBytes(problem)
 
     def fitting(level: int) -> tuple[int, ...] | None:
         order = model.order(table.schedule(level))
-        peak = simulate(problem, with_frees(problem, order)).peak_bytes
-        return order if peak <= problem.budget_bytes else None
+        return order if live.peak(order) <= problem.budget_bytes else None
 
     low, high = max(least, capacity // table.unit), table.levels
     best = fitting(low)

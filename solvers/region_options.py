@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from solvers.chain import Chain, Region
 from solvers.extract import just_in_time
+from solvers.live import LiveBytes
 from solvers.milp import SolverFailedError
 from solvers.moments_model import MomentsModel
 from solvers.problem import Problem
 from solvers.rematerialise import RULES, OutOfBudgetError, rematerialised_order
-from solvers.simulate import with_frees
-from solvers.solution import Free
 
 _WALK_RULES = (RULES[0], RULES[4], RULES[2])
 _CLOSE = 0.01  # of the most live bytes: not worth a closer look
@@ -184,7 +183,7 @@ def sweep(whole: Problem, chain: Chain, index: int) -> Sweep:
     staying = dataclasses.replace(local.problem, live_at_end=local.problem.live_at_end.union(entering))
 
     def peak(problem: Problem, order: Sequence[int]) -> int:
-        return max(_live(problem, order))
+        return LiveBytes(problem).peak(order)
 
     return Sweep(
         again=again,
@@ -195,23 +194,6 @@ def sweep(whole: Problem, chain: Chain, index: int) -> Sweep:
     )
 
 
-def _live(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Live bytes at each execution of an order that need not hold all ops."""
-    live = []
-    now = 0
-    resident: set[int] = set()
-    for step in with_frees(problem, order):
-        if isinstance(step, Free):
-            resident.discard(step.storage)
-            now -= problem.storage_bytes[step.storage]
-            continue
-        outputs = problem.outputs[step.op]
-        live.append(now + sum(problem.storage_bytes[s] for s in outputs) + problem.workspace_bytes[step.op])
-        now += sum(problem.storage_bytes[s] for s in outputs if s not in resident)
-        resident.update(outputs)
-    return live
-
-
 def find_orders(local: LocalProblem, *, levels: int, deadline: float = math.inf) -> list[tuple[int, ...]]:
     """Orders of a turn or pass for ``levels`` limits on what is kept, and for low limits on what is live.
 
@@ -219,11 +201,12 @@ def find_orders(local: LocalProblem, *, levels: int, deadline: float = math.inf)
     """
     problem = local.problem
     keep_all = tuple(range(len(local.ops)))
-    peak = max(_live(problem, keep_all))
+    live = LiveBytes(problem).during(keep_all)
+    peak = int(live.max())
     orders = [keep_all]
     if local.barrier < 0:
         return [*orders, *_low_orders(problem.with_budget, 0, peak, levels, deadline)]
-    most = _live(problem, keep_all)[local.barrier]
+    most = int(live[local.barrier])
     least = sum(problem.storage_bytes[s] for s in {*problem.inputs[local.barrier], *problem.outputs[local.barrier]})
     limits = sorted({least + (most - least) * level // levels for level in range(levels)})
     for level, limit in enumerate(limits):
@@ -276,7 +259,7 @@ def _low_orders(
         if order is None:
             low = middle
         else:
-            floor = max(_live(problem, order))
+            floor = LiveBytes(problem).peak(order)
     orders: list[tuple[int, ...]] = []
     for budget in sorted({floor + (high - floor) * level // count for level in range(count)} - {high}):
         orders.extend(_walks(problem_at(budget), deadline))
@@ -298,12 +281,14 @@ def _walks(problem: Problem, deadline: float) -> Iterator[tuple[int, ...]]:
             continue
 
 
-def evaluate(whole: Problem, chain: Chain, index: int, local: LocalProblem, order: Sequence[int]) -> Option:
-    """The option that an order of a local problem is for region ``index``.
+def evaluate(
+    whole: Problem, chain: Chain, index: int, local: LocalProblem, found: tuple[Sequence[int], Sequence[int]]
+) -> Option:
+    """The option that an order of a local problem, with its live bytes, is for region ``index``.
 
     Its ops may take other times than those of the region that the order was found for.
     """
-    live = _live(local.problem, order)
+    order, live = found
     turn = local.barrier < 0
     split = len(order) if turn else order.index(local.barrier)
     region = chain.regions[index]
@@ -371,7 +356,7 @@ class RegionOptions:
 
         After ``deadline`` (``time.perf_counter``), regions not searched yet are run without recomputation inside.
         """
-        self._orders: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+        self._orders: dict[tuple[object, ...], list[tuple[tuple[int, ...], list[int]]]] = {}
         count = len(chain.regions)
         jobs = [(i, turn) for i in range(count) for turn in (True, False) if turn or i + 1 < count]
         locals_ = {(i, turn): local_problem(whole, chain, i, turn=turn) for i, turn in jobs}
@@ -384,8 +369,10 @@ class RegionOptions:
             if form not in self._orders:
                 late = time.perf_counter() > deadline
                 keep_all = tuple(range(len(local.ops)))
-                self._orders[form] = [keep_all] if late else find_orders(local, levels=levels, deadline=deadline)
-            options = pareto([evaluate(whole, chain, i, local, order) for order in self._orders[form]])
+                orders = [keep_all] if late else find_orders(local, levels=levels, deadline=deadline)
+                live = LiveBytes(local.problem)
+                self._orders[form] = [(order, live.during(order).tolist()) for order in dict.fromkeys(orders)]
+            options = pareto([evaluate(whole, chain, i, local, found) for found in self._orders[form]])
             (self.turns if turn else self.passes)[i] = options
 
 

@@ -173,14 +173,13 @@ def checkpointed_order(problem: Problem, segments: Iterable[Segment]) -> list[in
         again.append(_recomputed(problem, segment))
     lost: dict[int, int] = {}  # storage that backward reads and its segment rebuilds
     for index, ops in enumerate(again):
-        lost.update((s, index) for op in ops for s in problem.outputs[op] if _is_internal(problem, s, segment_of))
-    order: list[int] = []
+        lost.update((s, index) for op in ops for s in problem.outputs[op] if _is_lost(problem, s, segment_of))
+    order = list(range(problem.forward_ops))
     rebuilt: set[int] = set()
-    for op in range(len(problem.time_ns)):
-        if op >= problem.forward_ops:
-            for index in sorted({lost[s] for s in problem.inputs[op] if s in lost} - rebuilt):
-                order.extend(again[index])
-                rebuilt.add(index)
+    for op in range(problem.forward_ops, len(problem.time_ns)):
+        for index in sorted({lost[s] for s in problem.inputs[op] if s in lost} - rebuilt):
+            order.extend(again[index])
+            rebuilt.add(index)
         order.append(op)
     return order
 
@@ -188,28 +187,19 @@ def checkpointed_order(problem: Problem, segments: Iterable[Segment]) -> list[in
 def _recomputed(problem: Problem, segment: Segment) -> Segment:
     """The ops of a segment that execute again: up to the last that makes something of its own that backward reads."""
     inside = dict.fromkeys(segment, 0)
-    last = max(
-        (
-            op
-            for op in segment
-            if problem.recomputable[op]
-            and any(
-                _is_internal(problem, s, inside)
-                and problem.readers[s]
-                and problem.readers[s][-1] >= problem.forward_ops
-                for s in problem.outputs[op]
-            )
-        ),
-        default=-1,
-    )
-    return tuple(op for op in segment if op <= last and problem.recomputable[op])
+    for last in sorted(segment, reverse=True):
+        if problem.recomputable[last] and any(_is_lost(problem, s, inside) for s in problem.outputs[last]):
+            return tuple(op for op in segment if op <= last and problem.recomputable[op])
+    return ()
 
 
-def _is_internal(problem: Problem, storage: int, segment_of: dict[int, int]) -> bool:
-    """Whether no forward op outside of its segment reads a storage, and it need not live to the end."""
+def _is_lost(problem: Problem, storage: int, segment_of: Mapping[int, int]) -> bool:
+    """Whether backward reads a storage, no forward op outside of its segment does, and it need not live to the end."""
+    readers = problem.readers[storage]
+    if not readers or readers[-1] < problem.forward_ops or storage in problem.live_at_end:
+        return False
     home = segment_of[problem.producer[storage]]
-    forward_readers = (op for op in problem.readers[storage] if op < problem.forward_ops)
-    return storage not in problem.live_at_end and all(segment_of.get(op) == home for op in forward_readers)
+    return all(segment_of.get(op) == home for op in readers if op < problem.forward_ops)
 
 
 def blocks(problem: Problem) -> dict[str, Segment]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,6 +180,44 @@ def _random_chain(rng: random.Random, layers: int) -> Problem:
         chain.time_ns, chain.storage_bytes, [sorted(i) for i in inputs], 0, live_at_end=sorted(chain.live_at_end)
     )
     return _with_forward(problem, layers)
+
+
+@functools.cache
+def reversal_time(length: int, checkpoints: int) -> float:
+    """Least number of forward steps that reverse a chain of ``length`` layers with its input stored and
+    ``checkpoints`` further units of memory, of which a sweep over several layers needs two (Griewank and Walther).
+    """
+    if length == 1:
+        return 0
+    return min(
+        (
+            first + reversal_time(length - first, checkpoints - 1) + reversal_time(first, checkpoints)
+            for first in range(1, length)
+            if checkpoints >= (1 if first == 1 else 2)
+        ),
+        default=float("inf"),
+    )
+
+
+def reversal(length: int, budget: int) -> Problem:
+    """Reversal of a chain: states 0 to ``length`` - 1, then backward steps that read one state each, last first."""
+    states = [[], *([i] for i in range(length - 1))]
+    backward = [sorted({state, 2 * length - 2 - state} - {length - 1} | {state}) for state in reversed(range(length))]
+    return dataclasses.replace(
+        Problem.from_single_outputs(
+            [0, *[1] * (length - 1), *[0] * length], [1] * length + [0] * length, states + backward, budget
+        ),
+        recomputable=(False, *[True] * (2 * length - 1)),
+    )
+
+
+#: Shapes of random graphs small enough for exhaustive search, each with the maker of its problems from a seed.
+GRAPH_SHAPES: Mapping[str, Callable[[int], Problem]] = {
+    "general": random_problem,
+    "single outputs": lambda seed: random_problem(seed, plain=True),
+    "nine ops, low budget": lambda seed: random_problem(seed, ops=9, budget=seed % 3 / 10),
+    "training chain": random_chain,
+}
 
 
 def random_steps(problem: Problem, rng: random.Random, *, errors: int = 0) -> tuple[Step, ...]:

@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 
 from solvers import AutoSolver, FloorBound, Status, find_floor, floor_lower_bound
+from solvers.baselines import BASELINES
 from solvers.brute_force import BruteForceSolver
+from solvers.strategies import BY_HAND
 from tests.problems import keep_all_peak, least_demand, random_chain, random_problem, training_chain
 
 
@@ -49,3 +51,21 @@ def test_a_plan_exists_at_the_floor(seed):
     at_floor = AutoSolver(time_limit_s=2).solve(problem.with_budget(floor.bytes))
     assert at_floor.status.has_plan
     assert at_floor.peak_bytes <= floor.bytes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_floor_is_no_higher_than_what_any_baseline_reaches(seed):
+    problem = random_chain(seed, length=30)
+    floor = find_floor(problem)
+    families = [member.peak_bytes for family in BASELINES.values() for member in family.members(problem)]
+    by_hand = [strategy.solve(problem.with_budget(10**9)).peak_bytes for strategy in BY_HAND.values()]
+    assert floor.bytes <= min(*families, *by_hand)
+
+
+def test_the_search_ends_with_a_plan_that_suffices():
+    problem = random_chain(3, length=30)
+    floor = find_floor(problem)
+    enough = (floor.bytes + keep_all_peak(problem)) // 2
+    found = find_floor(problem, enough_bytes=enough)
+    assert floor.bytes < found.bytes <= enough
+    assert find_floor(problem, enough_bytes=floor.bytes).bytes == floor.bytes

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import heapq
 
 import pytest
@@ -8,7 +7,15 @@ from solvers.brute_force import BruteForceSolver
 from solvers.problem import Problem
 from solvers.solution import Compute, Status
 from solvers.validate import validate
-from tests.problems import keep_all_peak, known_cases, least_demand, random_chain, random_problem
+from tests.problems import (
+    keep_all_peak,
+    known_cases,
+    least_demand,
+    random_chain,
+    random_problem,
+    reversal,
+    reversal_time,
+)
 
 SOLVER = BruteForceSolver()
 CASES = list(known_cases())
@@ -90,34 +97,6 @@ def test_the_floor_is_left_out_where_it_is_not_asked_for():
     solution = BruteForceSolver(find_floor=False).solve(problem)
     assert solution.status is Status.INFEASIBLE
     assert solution.floor_bytes is None
-
-
-@functools.cache
-def reversal_time(length: int, checkpoints: int) -> float:
-    """Least number of forward steps that reverse a chain of ``length`` layers with its input stored and
-    ``checkpoints`` further units of memory, of which a sweep over several layers needs two (Griewank and Walther)."""
-    if length == 1:
-        return 0
-    return min(
-        (
-            first + reversal_time(length - first, checkpoints - 1) + reversal_time(first, checkpoints)
-            for first in range(1, length)
-            if checkpoints >= (1 if first == 1 else 2)
-        ),
-        default=float("inf"),
-    )
-
-
-def reversal(length: int, budget: int) -> Problem:
-    """Reversal of a chain: states 0 to ``length`` - 1, then backward steps that read one state each, last first."""
-    states = [[], *([i] for i in range(length - 1))]
-    backward = [sorted({state, 2 * length - 2 - state} - {length - 1} | {state}) for state in reversed(range(length))]
-    return dataclasses.replace(
-        Problem.from_single_outputs(
-            [0, *[1] * (length - 1), *[0] * length], [1] * length + [0] * length, states + backward, budget
-        ),
-        recomputable=(False, *[True] * (2 * length - 1)),
-    )
 
 
 @pytest.mark.parametrize(("length", "budget"), [(length, b) for length in range(2, 8) for b in range(2, length + 1)])

@@ -19,16 +19,14 @@ from solvers.moments import MomentsSolver
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
+from solvers.state_search import StateSearchSolver
 from solvers.validate import InvalidPlan, validate
-from tests.problems import random_chain, random_problem, schedules
+from tests.problems import GRAPH_SHAPES, random_chain, random_problem, schedules
 
 logger = logging.getLogger(__name__)
 
 SHAPES = {
-    "general": random_problem,
-    "single outputs": lambda seed: random_problem(seed, plain=True),
-    "nine ops, low budget": lambda seed: random_problem(seed, ops=9, budget=seed % 3 / 10),
-    "training chain": random_chain,
+    **GRAPH_SHAPES,
     # Small ones for the exact solver, whose program has hundreds of rows at nine ops already.
     "general, small": lambda seed: random_problem(seed, max_ops=6),
     "single outputs, small": lambda seed: random_problem(seed, max_ops=6, plain=True),
@@ -96,15 +94,24 @@ def test_the_graphs_leave_something_to_decide(shape):
 
 # Rates measured over 100 graphs each; the floors below leave room for another version of HiGHS.
 @pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize(
-    ("solver", "count"),
-    [(MomentsSolver(gap=0.0), GRAPHS_PER_SHAPE), (AutoSolver(gap=0.0), GRAPHS_PER_SHAPE // 3)],
-    ids=["MomentsSolver", "AutoSolver"],
-)
-def test_bound_optimum_plan(solver, count, shape, record_property):
-    facts = campaign(solver, shape, 0, count, record_property)
-    assert facts["bound equal"] >= (0.85 if count == GRAPHS_PER_SHAPE else 0.7) * facts["feasible"]
+def test_bound_optimum_plan(shape, record_property):
+    facts = campaign(MomentsSolver(gap=0.0), shape, 0, GRAPHS_PER_SHAPE, record_property)
+    assert facts["bound equal"] >= 0.85 * facts["feasible"]
     assert facts["plan equal"] >= 0.85 * facts["feasible"]
+
+
+def assert_always_optimal(facts: Counter) -> None:
+    """Equal cost and proof wherever there is a schedule, and a proof that there is none elsewhere."""
+    assert facts["plan equal"] == facts["bound equal"] == facts["optimal"] == facts["feasible"]
+    assert facts["infeasible"] == facts["nothing to find"]
+
+
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize(
+    ("solver", "count"), [(StateSearchSolver(), 50), (AutoSolver(), 25)], ids=["StateSearchSolver-50", "AutoSolver-25"]
+)
+def test_always_optimal(solver, count, shape, record_property):
+    assert_always_optimal(campaign(solver, shape, 0, count, record_property))
 
 
 @pytest.mark.parametrize("shape", SMALL)
@@ -138,10 +145,17 @@ def test_the_same_problem_gives_the_same_plan(solver):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("solver", [MomentsSolver(gap=0.0), AutoSolver(gap=0.0)], ids=lambda s: type(s).__name__)
-def test_bound_optimum_plan_on_thousands_of_graphs(solver, shape, record_property):
-    facts = campaign(solver, shape, 100_000, 750, record_property)
+def test_bound_optimum_plan_on_thousands_of_graphs(shape, record_property):
+    facts = campaign(MomentsSolver(gap=0.0), shape, 100_000, 750, record_property)
     assert facts["bound equal"] >= 0.85 * facts["feasible"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("solver", [StateSearchSolver(), AutoSolver(), AutoSolver(gap=0.0)], ids=str)
+def test_always_optimal_on_thousands_of_graphs(solver, shape, record_property):
+    assert_always_optimal(campaign(solver, shape, 100_000, 750, record_property))
 
 
 @pytest.mark.slow
