@@ -9,6 +9,7 @@ least half a per cent of the step off the plan that only recomputes. Passes wher
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -72,14 +73,14 @@ def main() -> None:
         curves[fraction] = (alone, points)
         ends.add(f"{fraction:g}", f"{alone:.2f}", *break_even(alone, points))
     ends.show()
-    notes = [
+    note = (
         "Saved: added time of the plan without copies less that with them. Host memory is not limited. Between the "
-        "bandwidths that were tried, those of the first table are read off a line over their logarithms.",
-    ]
+        "bandwidths that were tried, those of the first table are read off a line over their logarithms."
+    )
     if not options.no_write:
         draw(curves, setting)
         title = "From which bandwidth on copies to the host pay"
-        print(write_results("break_even", title, [ends, rows], [*notes, "![added time by bandwidth](break_even.png)"]))
+        print(write_results("break_even", title, [ends, rows], [note, "![added time by bandwidth](break_even.png)"]))
     finish(failures)
 
 
@@ -134,7 +135,7 @@ def _from(points: Sequence[Point], added: float) -> str:
     """The bandwidth at which the added time falls to a figure."""
     if points[0].added <= added:
         return f"at most {points[0].bandwidth:g} GB/s"
-    for slower, faster in zip(points, points[1:], strict=False):
+    for slower, faster in itertools.pairwise(points):
         if faster.added <= added:
             share = (slower.added - added) / (slower.added - faster.added)
             bandwidth = slower.bandwidth * math.pow(faster.bandwidth / slower.bandwidth, share)

@@ -1,4 +1,4 @@
-"""A 12-layer GPT-2 under a fifth less memory than recomputation alone can do with, copying beside computation, on a CPU.
+"""A 12-layer GPT-2 under a fifth less memory than recomputation alone can do with, copying while it computes, on a CPU.
 
 Worker threads copy at the stated bandwidth: what a device's link would do, with the host's bytes counted apart. Costs
 are profiled on this machine. For each bandwidth the model trains beside a plain copy, on the same batches with the same

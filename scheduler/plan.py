@@ -78,6 +78,7 @@ class Plan:
         assumptions: what the figures rest on, a sentence each.
         link: what copies to the host and back; ``None`` where the plan was made without.
         host_bytes: the most bytes of copies on the host.
+        never_copied: storages, numbered as in :attr:`problem`, that must not be copied: their bytes change later.
 
     Raises:
         ValueError: the solution has no steps (its status says why), or the costs are not those of the graph.
@@ -94,6 +95,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     link: Link | None = None
     host_bytes: int = 0
+    never_copied: frozenset[int] = frozenset()
     _measurement: _Measurement = dataclasses.field(default_factory=_Measurement, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +197,7 @@ class Plan:
         """The scheduling problem that the solution answers. Without a budget: with one that keeping all just fits."""
         static = self.static_bytes
         problem = Problem.from_graph(self.graph, self.costs, self.budget_bytes or 0, static_bytes=static)
-        movable = Problem.movable_of(self.graph)
+        movable = Problem.movable_of(self.graph) - self.never_copied
         problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
@@ -320,6 +322,7 @@ class Plan:
             "static": dict(self.static),
             "link": None if self.link is None else self.link.as_dict(),
             "host_bytes": self.host_bytes,
+            "never_copied": sorted(self.never_copied),
             "fingerprint": self.graph.fingerprint,
             "solution": solution | {"status": self.status.value, "steps": [_pack(step) for step in solution["steps"]]},
             "costs": {
@@ -377,6 +380,7 @@ class Plan:
             assumptions=tuple(data["assumptions"]),
             link=Link(**data["link"]) if data.get("link") else None,  # absent in plans of versions without
             host_bytes=data.get("host_bytes", 0),
+            never_copied=frozenset(data.get("never_copied", ())),
         )
         if data["measured_peak_bytes"] is not None:
             plan.record_measured_peak(data["measured_peak_bytes"])
