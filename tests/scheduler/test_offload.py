@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphs.links import Link
-from scheduler import Plan, graphs_of, measure_peak, plan, schedule
+from scheduler import Plan, graphs_of, measure_peak, minimum_budget, plan, schedule
 from scheduler.runtime import transfers
 from scheduler.runtime.transfers import CudaTransfers, HostMemoryError, Slot, ThreadTransfers, TransferError
 from solvers.solution import Offload, Prefetch
@@ -98,6 +98,21 @@ def test_equal_to_plain_training_and_within_the_budget(device):
     peak = measure_peak(once, resident=(model, x)).peak_bytes
     assert peak <= model.plan.budget_bytes
     assert peak == pytest.approx(model.plan.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
+    x = batch(device=device)
+    plain = make(device, depth=3)
+    once = {"never_recompute": ("aten.addmm", "aten.mm"), "costs": "roofline"}
+    alone = minimum_budget(plain, (x,), time_limit_s=5, **once)
+    budget = int(0.8 * alone.bytes)
+    assert minimum_budget(plain, (x,), time_limit_s=5, offload=True, link=FAST, **once).bytes <= budget
+    model = schedule(copy.deepcopy(plain), f"{budget}B", sample_args=(x,), offload=True, link=FAST, **once)
+    for seed in range(2):
+        assert same(step(plain, x, seed), step(model, x, seed))
+    model.zero_grad()
+    assert measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes <= budget
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
