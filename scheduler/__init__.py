@@ -6,6 +6,7 @@
 
 from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
 from scheduler.api import graphs_of, minimum_budget, plan, plan_of, schedule, unschedule
+from scheduler.eager_offload import offload_activations
 from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
 from scheduler.memory import PeakMemory, measure_peak
 from scheduler.plan import Plan
@@ -26,6 +27,7 @@ __all__ = [
     "graphs_of",
     "measure_peak",
     "minimum_budget",
+    "offload_activations",
     "plan",
     "plan_of",
     "schedule",

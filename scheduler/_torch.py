@@ -31,12 +31,16 @@ __all__ = [
     "StorageWeakRef",
     "Unsupported",
     "UserError",
+    "VersionOf",
     "boxed",
     "capture_config",
     "compile_joint",
     "compiled_node_of",
+    "is_gone",
     "is_traced_here",
+    "storage_behind",
     "unset_fake_temporarily",
+    "version_of",
 ]
 
 _LOGGER_METHODS = (
@@ -240,3 +244,34 @@ def compiled_node_of(outputs: Sequence[Any]) -> Any:
             return node
         pending.extend(n for n, _ in node.next_functions if n is not None)
     return None
+
+
+def is_gone(reference: StorageWeakRef) -> bool:
+    """Whether the storage that a weak reference stands for has been freed."""
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference stands for, or ``None`` where it is gone."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, was changed in place; 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class VersionOf:
+    """The count of in-place changes of a tensor and of all its views, held without holding its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counter = tensor.detach()
+        with torch.autograd._unsafe_preserve_version_counter(self._counter):  # type: ignore[attr-defined]
+            self._counter.set_()  # type: ignore[call-overload]
+        self.seen = self._counter._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor is as it was when this was made."""
+        return self._counter._version == self.seen

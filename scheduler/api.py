@@ -245,6 +245,9 @@ def minimum_budget(
     time_limit_s: float = 60.0,
     costs: str | Costs = "roofline",
     never_recompute: Sequence[str] = (),
+    offload: bool | str = False,
+    link: str | Link | None = None,
+    host_budget_gb: float | str | None = None,
 ) -> MinimumBudget:
     """Find the least budget under which a training step can be scheduled, without running it (see :func:`plan`).
 
@@ -260,6 +263,9 @@ def minimum_budget(
         time_limit_s: bound on the search, in seconds.
         costs: as in :func:`plan`.
         never_recompute: as in :func:`schedule`.
+        offload: as in :func:`schedule`: the least budget with copies to the host.
+        link: as in :func:`plan`.
+        host_budget_gb: as in :func:`schedule`.
 
     Returns:
         The least budget for which a plan was found, with the plan, and a proven lower bound on it.
@@ -277,6 +283,9 @@ def minimum_budget(
         optimizer=optimizer,
         costs=costs,
         never_recompute=never_recompute,
+        offload=offload,
+        link=link,
+        host_budget_gb=host_budget_gb,
     )
     return least_budget(keep_all, time_limit_s=time_limit_s)
 

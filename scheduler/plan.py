@@ -21,10 +21,11 @@ from graphs.links import Link
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.errors import PlanFormatError, PlanMismatch
 from scheduler.export.files import write_whole
+from scheduler.report.host import HostUse, host_use
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
-from solvers.simulate import simulate
+from solvers.simulate import Simulation, simulate
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
 from solvers.store_all import store_all_steps
 from solvers.validate import validate
@@ -77,6 +78,7 @@ class Plan:
         assumptions: what the figures rest on, a sentence each.
         link: what copies to the host and back; ``None`` where the plan was made without.
         host_bytes: the most bytes of copies on the host.
+        never_copied: storages, numbered as in :attr:`problem`, that must not be copied: their bytes change later.
 
     Raises:
         ValueError: the solution has no steps (its status says why), or the costs are not those of the graph.
@@ -93,6 +95,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     link: Link | None = None
     host_bytes: int = 0
+    never_copied: frozenset[int] = frozenset()
     _measurement: _Measurement = dataclasses.field(default_factory=_Measurement, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +197,7 @@ class Plan:
         """The scheduling problem that the solution answers. Without a budget: with one that keeping all just fits."""
         static = self.static_bytes
         problem = Problem.from_graph(self.graph, self.costs, self.budget_bytes or 0, static_bytes=static)
-        movable = Problem.movable_of(self.graph)
+        movable = Problem.movable_of(self.graph) - self.never_copied
         problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
@@ -223,7 +226,18 @@ class Plan:
     def samples(self) -> tuple[Sample, ...]:
         """Live bytes by category while each op runs, in execution order."""
         actions = {d.storage: d.action for d in self.decisions}
-        return timeline(self.graph, self.costs, self.graph_steps, actions, self.static_bytes)
+        starts, static = self.replay.start_ns, self.static_bytes
+        return timeline(self.graph, self.costs, self.graph_steps, actions, static_bytes=static, start_ns=starts)
+
+    @functools.cached_property
+    def replay(self) -> Simulation:
+        """The steps replayed: when each starts, stalls included, and what is live then."""
+        return simulate(self.problem, self.steps)
+
+    @functools.cached_property
+    def host_use(self) -> HostUse:
+        """Copies to the host and back, the time they take on the link, and the stalls that they cause."""
+        return host_use(self)
 
     @property
     def backward_start_ns(self) -> int:
@@ -233,8 +247,10 @@ class Plan:
 
     @functools.cached_property
     def is_noop(self) -> bool:
-        """Whether nothing is computed twice."""
-        return sum(isinstance(step, Compute) for step in self.solution.steps) == len(self.graph.ops)
+        """Whether nothing is computed twice, nor copied to the host."""
+        return all(isinstance(step, Free) for step in self.steps if not isinstance(step, Compute)) and sum(
+            isinstance(step, Compute) for step in self.steps
+        ) == len(self.graph.ops)
 
     def check_fits(self, graph: TrainingGraph) -> None:
         """Refuse to run on another graph than the one that was planned.
@@ -306,6 +322,7 @@ class Plan:
             "static": dict(self.static),
             "link": None if self.link is None else self.link.as_dict(),
             "host_bytes": self.host_bytes,
+            "never_copied": sorted(self.never_copied),
             "fingerprint": self.graph.fingerprint,
             "solution": solution | {"status": self.status.value, "steps": [_pack(step) for step in solution["steps"]]},
             "costs": {
@@ -363,6 +380,7 @@ class Plan:
             assumptions=tuple(data["assumptions"]),
             link=Link(**data["link"]) if data.get("link") else None,  # absent in plans of versions without
             host_bytes=data.get("host_bytes", 0),
+            never_copied=frozenset(data.get("never_copied", ())),
         )
         if data["measured_peak_bytes"] is not None:
             plan.record_measured_peak(data["measured_peak_bytes"])

@@ -132,7 +132,8 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
         raise infeasible(problem, solution)
     validate(problem, solution)
     plan = plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
-    return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes)
+    fixed = frozenset() if problem.movable is None else Problem.movable_of(capture.graph) - problem.movable
+    return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes, never_copied=fixed)
 
 
 def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Problem:

@@ -16,6 +16,7 @@ from scheduler.planner import Solver, infeasible
 from scheduler.units import format_bytes
 from solvers.auto import AutoSolver
 from solvers.bounds import Floor, find_floor
+from solvers.offload_floor import find_offload_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution
@@ -156,7 +157,8 @@ def least_budget(plan: Plan, *, time_limit_s: float = 60.0) -> MinimumBudget:
 
     """
     problem = plan.problem
-    floor = find_floor(problem, time_limit_s=time_limit_s)
+    search = find_offload_floor if problem.has_host_tier else find_floor
+    floor = search(problem, time_limit_s=time_limit_s)
     validate(problem.with_budget(floor.bytes), floor.plan)
     return MinimumBudget(
         plan=dataclasses.replace(plan, solution=floor.plan, budget_bytes=floor.bytes),

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 
 from solvers.bounds import FloorBound
+from solvers.copies_alone import copies_alone
 from solvers.extract_offload import overlapped_steps
 from solvers.moments_model import Decisions
 from solvers.moments_search import MomentsSearch, spaced, violations
@@ -26,7 +27,8 @@ class OffloadSolver:
 
     A model is solved for the peak of the keep-all schedule, :mod:`solvers.extract_offload` turns its decisions into
     steps, and the simulator says where these exceed the budget: the first executions that do become moments too. Where
-    only rebuilding or copies do, or the steps stall, the capacity of the model is reduced a little.
+    only rebuilding or copies do, or the steps stall, the capacity of the model is reduced a little. Where none of its
+    plans fits, :mod:`solvers.copies_alone` has one more.
 
     Its lower bound is valid for every schedule that first executes the ops in the given order, whatever it recomputes
     and copies. Deterministic as long as the time limit is not hit.
@@ -93,6 +95,13 @@ class _Search(MomentsSearch):
                 capacity -= max(excess // 2, int(_ROOM_SHARE * problem.capacity_bytes), 1)
                 if capacity <= 0:
                     break
+        return self._with_copies_alone()
+
+    def _with_copies_alone(self) -> Solution:
+        """The answer; where no plan was found, that of the fastest one that recomputes nothing."""
+        if self.best is None:
+            for steps in copies_alone(self.problem):
+                self.offer(steps)
         return self.solution()
 
     def _consider(self, decisions: Decisions) -> tuple[int, list[int]]:

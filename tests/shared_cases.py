@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphs.links import Link
 from scheduler import Infeasible, plan, plan_of, schedule, unschedule
 from scheduler.memory import bytes_of
 
@@ -29,6 +30,8 @@ UNLIMITED = "100TB"
 
 # Longest search for a plan of these small models.
 TIME_LIMIT_S = 1.0
+
+FREE_LINK = Link(1e12, 1e12, latency_ns=0, least_bytes=1)
 
 
 @functools.cache
@@ -89,6 +92,22 @@ def run_case(name: str, level: str) -> str:
 
     result: str = load("run_cases").run(str(PATHS[name]), wrap=wrap)
     return result
+
+
+def run_case_with_copies(name: str) -> tuple[str, bool]:
+    """As :func:`run_case` half-way up, with copies that cost next to nothing; and whether a plan has any."""
+    budget = _budget(*range_of_case(name), "middle")
+    copies: list[bool] = []
+
+    def wrap(model: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+        options: dict[str, Any] = {"offload": True, "link": FREE_LINK, "time_limit_s": TIME_LIMIT_S}
+        schedule(model, budget, sample_args=args, sample_kwargs=kwargs, **options)
+        found = plan_of(model)
+        copies.append(found is not None and bool(found.host_use.copies))
+        return model
+
+    result: str = load("run_cases").run(str(PATHS[name]), wrap=wrap)
+    return result, any(copies)
 
 
 def run_situation(name: str, level: str) -> None:

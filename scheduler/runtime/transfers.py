@@ -11,6 +11,8 @@ below, which are opaque to torch and have fake kernels:
 
 A host buffer is in use as long as the tensor that stands for it lives: a forward whose graph is dropped without a
 backward gives its buffers back. A second forward before the first one's backward gets buffers of its own.
+
+:mod:`scheduler.eager_offload` moves the saved tensors of eager code through the same pool, without a plan.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import abc
 import concurrent.futures
 import dataclasses
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +32,9 @@ from torch import fx
 
 from graphs.errors import CheckpointSchedulerError
 from graphs.links import Link
-from scheduler._torch import StorageWeakRef, unset_fake_temporarily
+from scheduler._torch import StorageWeakRef, is_gone, unset_fake_temporarily
+
+logger = logging.getLogger(__name__)
 
 
 class TransferError(CheckpointSchedulerError, RuntimeError):
@@ -42,7 +47,7 @@ class HostMemoryError(CheckpointSchedulerError, MemoryError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One storage that a plan copies out: its bytes, and what to call it in messages."""
+    """A storage that is copied out: its bytes, and what to call it in messages."""
 
     bytes: int
     label: str
@@ -53,7 +58,7 @@ class _Copies:
     """The copies of one host buffer that may be under way, as handles of the implementation."""
 
     alive: StorageWeakRef
-    slot: int
+    slot: Slot
     memory: torch.Tensor
     out: Any = None
     back: Any = None
@@ -63,7 +68,7 @@ class Transfers(abc.ABC):
     """Moves storages of one scheduled step. Subclasses say how bytes are moved; this class keeps the buffers.
 
     Args:
-        slots: what is copied out, in any order.
+        slots: what a plan copies out, in any order: each gets its buffer now.
 
     Raises:
         HostMemoryError: the buffers do not fit the host's memory.
@@ -73,48 +78,65 @@ class Transfers(abc.ABC):
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
         self.number = next(_numbers)
-        self._free: list[list[torch.Tensor]] = []
+        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
         self._busy: dict[int, _Copies] = {}  # by address of the buffer
         self.allocated_bytes = 0
         for slot in self.slots:
-            self._free.append([self._allocate(slot)])
+            self._free.setdefault(slot.bytes, []).append(self._allocate(slot))
         _known[self.number] = self
 
-    def offload(self, x: torch.Tensor, slot: int) -> torch.Tensor:
+    def offload(self, x: torch.Tensor, slot: Slot) -> torch.Tensor:
         """Start copying the storage behind ``x`` out; return the buffer it goes to."""
         storage = x.untyped_storage()
-        if storage.nbytes() != self.slots[slot].bytes:
-            raise TransferError(
-                f"{self.slots[slot].label} has {storage.nbytes()} bytes, and {self.slots[slot].bytes} were planned"
-            )
+        if storage.nbytes() != slot.bytes:
+            raise TransferError(f"{slot.label} has {storage.nbytes()} bytes, and {slot.bytes} were planned")
         self._collect()
-        memory = self._free[slot].pop() if self._free[slot] else self._allocate(self.slots[slot])
+        free = self._free.get(slot.bytes)
+        memory = free.pop() if free else self._allocate_late(slot)
         host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
         alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
         copies = _Copies(alive, slot, memory)
         self._busy[host.data_ptr()] = copies
-        copies.out = self._start(memory, _flat(storage, x.device), None, self.slots[slot], outward=True)
+        copies.out = self._start(memory, _flat(storage, x.device), None, outward=True)
         return host
 
     def leave(self, host: torch.Tensor) -> None:
         """Wait until the copy out of this buffer's storage has ended."""
         copies = self._busy[host.data_ptr()]
         if copies.out is not None:
-            self._wait(copies.out, self.slots[copies.slot])
+            self._wait(copies.out, copies.slot)
             self._let_go(copies.out)
+
+    def has_left(self, host: torch.Tensor) -> bool:
+        """Whether the copy out of this buffer's storage has ended."""
+        out = self._busy[host.data_ptr()].out
+        return out is None or self._has_ended(out)
+
+    def has_room(self, size: int, limit_bytes: int) -> bool:
+        """Whether a buffer of this size is free, or can be had without more than the limit on the host in all.
+
+        Free buffers of other sizes are given up for it where need be.
+        """
+        self._collect()
+        if self._free.get(size):
+            return True
+        if self.allocated_bytes + size > limit_bytes:
+            self.allocated_bytes -= sum(other * len(free) for other, free in self._free.items())
+            self._free.clear()
+        return self.allocated_bytes + size <= limit_bytes
 
     def fetch(self, host: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
         """Start copying back; return the new storage as bytes, which must not be read before :meth:`arrive`."""
         copies = self._busy[host.data_ptr()]
         there = torch.empty(size, dtype=torch.uint8, device=device)
-        copies.back = self._start(there, copies.memory, copies.out, self.slots[copies.slot], outward=False)
+        copies.back = self._start(there, copies.memory, copies.out, outward=False)
         return there
 
     def arrive(self, host: torch.Tensor) -> None:
         """Wait until the last copy back from this buffer has ended."""
         copies = self._busy[host.data_ptr()]
         if copies.back is not None:
-            self._wait(copies.back, self.slots[copies.slot])
+            self._wait(copies.back, copies.slot)
             self._let_go(copies.back)
 
     def _collect(self) -> None:
@@ -123,14 +145,31 @@ class Transfers(abc.ABC):
             for handle in (copies.out, copies.back):
                 if handle is not None:
                     self._settle(handle)
-            self._free[copies.slot].append(copies.memory)
+            self._free.setdefault(copies.slot.bytes, []).append(copies.memory)
             del self._busy[address]
+
+    def _allocate_late(self, slot: Slot) -> torch.Tensor:
+        """A buffer beyond those of the plan: for a forward before the last one's backward, or a copy without a plan.
+
+        Within a step, memory that cannot be had as it should be is taken as the host has it: a slower copy is better
+        than a step that fails.
+        """
+        try:
+            return self._allocate(slot)
+        except HostMemoryError as error:
+            try:
+                memory = torch.empty(slot.bytes, dtype=torch.uint8)
+            except (RuntimeError, MemoryError):
+                raise error from None
+            logger.warning("%s. This copy goes through pageable memory, and is slower", error)
+            self.allocated_bytes += slot.bytes
+            return memory
 
     def _allocate(self, slot: Slot) -> torch.Tensor:
         try:
             with unset_fake_temporarily():  # a step is lowered while its graph is traced
                 memory = self._host_memory(slot.bytes)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
                 f"{slot.bytes:,} bytes of host memory for {slot.label} were refused after {self.allocated_bytes:,}: "
                 "lower host_budget_gb, or plan with offload=False"
@@ -143,12 +182,16 @@ class Transfers(abc.ABC):
         """Fresh host memory."""
 
     @abc.abstractmethod
-    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> Any:
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> Any:
         """Start a copy, after another where that is given; return its handle, which holds the device's tensor."""
 
     @abc.abstractmethod
     def _wait(self, handle: Any, slot: Slot) -> None:
         """Have computation wait for the end of a copy."""
+
+    @abc.abstractmethod
+    def _has_ended(self, handle: Any) -> bool:
+        """Whether a copy has ended, well or not."""
 
     @abc.abstractmethod
     def _let_go(self, handle: Any) -> None:
@@ -191,8 +234,7 @@ class ThreadTransfers(Transfers):
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> _Task:
-        del slot
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> _Task:
         task = _Task(target, source)
         worker = self._out if outward else self._back
         size = source.numel()
@@ -205,6 +247,9 @@ class ThreadTransfers(Transfers):
             handle.future.result()
         except Exception as error:
             raise TransferError(f"copying {slot.label} between device and host failed: {error}") from error
+
+    def _has_ended(self, handle: _Task) -> bool:
+        return handle.future.done()
 
     def _let_go(self, handle: _Task) -> None:
         handle.tensors = None
@@ -256,8 +301,7 @@ class CudaTransfers(Transfers):
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> _Queued:
-        del slot
+    def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> _Queued:
         stream = self._out if outward else self._back
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
@@ -271,6 +315,9 @@ class CudaTransfers(Transfers):
     def _wait(self, handle: _Queued, slot: Slot) -> None:
         del slot
         torch.cuda.current_stream(self.device).wait_event(handle.end)
+
+    def _has_ended(self, handle: _Queued) -> bool:
+        return bool(handle.end.query())  # type: ignore[no-untyped-call]
 
     def _let_go(self, handle: _Queued) -> None:
         handle.tensors = None
@@ -286,7 +333,7 @@ _LIBRARY: Final = "checkpoint_scheduler"
 
 def _is_over(copies: _Copies) -> bool:
     """Whether nothing refers to a host buffer any more."""
-    return bool(copies.alive.expired())  # type: ignore[no-untyped-call]
+    return is_gone(copies.alive)
 
 
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
@@ -297,7 +344,8 @@ def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
 @torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())
 def offload(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
     """Start copying the storage of ``x`` to the host; see :class:`Transfers`."""
-    return _known[transfers].offload(x, slot)
+    moving = _known[transfers]
+    return moving.offload(x, moving.slots[slot])
 
 
 @offload.register_fake

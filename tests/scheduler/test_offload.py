@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from graphs.links import Link
-from scheduler import Infeasible, Plan, graphs_of, measure_peak, schedule
+from scheduler import Plan, graphs_of, measure_peak, minimum_budget, plan, schedule
 from scheduler.runtime import transfers
-from scheduler.runtime.transfers import HostMemoryError, Slot, ThreadTransfers, TransferError
-from solvers.simulate import simulate
+from scheduler.runtime.transfers import CudaTransfers, HostMemoryError, Slot, ThreadTransfers, TransferError
 from solvers.solution import Offload, Prefetch
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -44,27 +43,24 @@ def make(device="cpu", **options):
     return Net(**options).to(device)
 
 
-_floors = {}
+_peaks = {}
 
 
-def floor_of(model, x):
-    """The least budget for which recomputation alone finds a plan; searched once for each size of step."""
-    key = (len(model.layers), len(x), model.dropout)
-    if key not in _floors:
-        _floors[key] = _searched_floor(model, x)
-    return _floors[key]
+def peak_of(model, x):
+    """Static bytes and keep-all peak of a step; traced once for each size."""
+    key = (len(model.layers), len(x), model.dropout, x.device)
+    if key not in _peaks:
+        whole = plan(copy.deepcopy(model), None, (x,))
+        _peaks[key] = (whole.static_bytes, whole.keep_all_peak_bytes)
+    return _peaks[key]
 
 
-def _searched_floor(model, x):
-    with pytest.raises(Infeasible) as raised:
-        schedule(copy.deepcopy(model), 1e-9, sample_args=(x,), costs="roofline", time_limit_s=1)
-    return raised.value.floor_bytes
-
-
-def offloaded(model, x, share=0.97, link=FAST, **options):
-    """The model under less than what recomputation alone can do with, so that it must copy."""
-    budget = f"{int(share * floor_of(model, x))}B"
-    return schedule(model, budget, sample_args=(x,), offload=True, link=link, **{"costs": "roofline"} | options)
+def offloaded(model, x, share=0.75, link=FAST, **options):
+    """The model under less than it takes to keep all, with a link so fast that nothing is recomputed instead."""
+    static, peak = peak_of(model, x)
+    budget = f"{int(static + share * (peak - static))}B"
+    options = {"costs": "roofline", "offload": True, "link": link} | options
+    return schedule(model, budget, sample_args=(x,), **options)
 
 
 def step(model, x, seed=1):
@@ -89,7 +85,7 @@ def transfers_behind(model):
 def test_equal_to_plain_training_and_within_the_budget(device):
     x = batch(device=device)
     plain = make(device)
-    model = offloaded(copy.deepcopy(plain), x, share=1.0, costs="profiled")
+    model = offloaded(copy.deepcopy(plain), x, costs="profiled")
     assert any(isinstance(s, Offload) for s in model.plan.steps)
     assert any(isinstance(s, Prefetch) for s in model.plan.steps)
     for seed in range(3):
@@ -105,10 +101,25 @@ def test_equal_to_plain_training_and_within_the_budget(device):
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_accumulated_gradients_are_equal(device):
+def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
     x = batch(device=device)
-    plain = make(device)
-    model = offloaded(copy.deepcopy(plain), x, share=1.0)
+    plain = make(device, depth=3)
+    once = {"never_recompute": ("aten.addmm", "aten.mm"), "costs": "roofline"}
+    alone = minimum_budget(plain, (x,), time_limit_s=5, **once)
+    budget = int(0.8 * alone.bytes)
+    assert minimum_budget(plain, (x,), time_limit_s=5, offload=True, link=FAST, **once).bytes <= budget
+    model = schedule(copy.deepcopy(plain), f"{budget}B", sample_args=(x,), offload=True, link=FAST, **once)
+    for seed in range(2):
+        assert same(step(plain, x, seed), step(model, x, seed))
+    model.zero_grad()
+    assert measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes <= budget
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_accumulated_gradients_are_equal(device):
+    x = batch(64, device)
+    plain = make(device, depth=2)
+    model = offloaded(copy.deepcopy(plain), x)
     for m in (plain, model):
         torch.manual_seed(3)
         for _ in range(3):
@@ -116,34 +127,49 @@ def test_accumulated_gradients_are_equal(device):
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
-def delayed(model, seed):
+def delay(model, draw):
+    """Have each copy of a model's steps begin late by what ``draw`` returns, in seconds."""
     moving = transfers_behind(model)
-    draw = random.Random(seed)
-    moving.delay = lambda: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random()
-    return moving
+    if isinstance(moving, ThreadTransfers):
+        moving.delay = draw
+        return
+    start = CudaTransfers._start
+
+    def late(target, source, after, *, outward):
+        with torch.cuda.stream(moving._out if outward else moving._back):
+            torch.cuda._sleep(int(1e9 * draw()))  # cycles
+        return start(moving, target, source, after, outward=outward)
+
+    moving._start = late
 
 
-def test_random_delays_change_nothing():
-    x = batch(64)
-    plain = make(depth=2)
+DELAYS = [range(20), pytest.param(range(1000, 1200), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", DELAYS, ids=len)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_random_delays_change_nothing(device, seeds):
+    x = batch(64, device)
+    plain = make(device, depth=2)
     model = offloaded(copy.deepcopy(plain), x)
-    for seed in range(200):
-        delayed(model, seed)
+    for seed in seeds:
+        draw = random.Random(seed)
+        delay(model, lambda draw=draw: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random())
         assert same(step(plain, x, seed), step(model, x, seed)), seed
 
 
 @pytest.mark.parametrize("forgotten", ["arrive", "leave"])
-def test_a_wait_that_is_forgotten_is_found(forgotten, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_wait_that_is_forgotten_is_found(device, forgotten, monkeypatch):
     """The test above would fail: without the wait, other bytes are read, or memory is over the plan's."""
-    x = batch(64)
-    plain = make(depth=2)
+    x = batch(64, device)
+    plain = make(device, depth=2)
     model = offloaded(copy.deepcopy(plain), x)
-    moving = transfers_behind(model)
-    moving.delay = lambda: 0.02
+    delay(model, lambda: 0.02)
     expected = step(plain, x)
     assert same(step(model, x), expected)
     model.zero_grad()  # existing gradients count, and have the step planned anew
-    monkeypatch.setattr(ThreadTransfers, forgotten, lambda self, host: None)
+    monkeypatch.setattr(type(transfers_behind(model)), forgotten, lambda self, host: None)
     if forgotten == "arrive":
         assert not same(step(model, x), expected)
     else:
@@ -151,48 +177,54 @@ def test_a_wait_that_is_forgotten_is_found(forgotten, monkeypatch):
         assert peak > model.plan.peak_bytes
 
 
-def test_buffers_are_reused_and_do_not_grow():
-    x = batch(64)
-    model = offloaded(make(depth=2), x)
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_buffers_are_reused_and_do_not_grow(device, steps):
+    x = batch(64, device)
+    model = offloaded(make(device, depth=2), x)
     moving = transfers_behind(model)
-    planned = simulate(model.plan.problem, model.plan.steps).host_bytes
-    assert moving.allocated_bytes == planned
-    for seed in range(200):
+    assert moving.allocated_bytes == model.plan.host_use.host_bytes > 0
+    for seed in range(steps):
         step(model, x, seed)
-    assert moving.allocated_bytes == planned
-
-
-def test_a_forward_without_a_backward_gives_its_buffers_back():
-    x = batch(64)
-    model = offloaded(make(depth=2), x)
-    moving = transfers_behind(model)
-    for _ in range(5):
+    for _ in range(5):  # without a backward
         loss = model(x)
         del loss
     step(model, x)
-    assert moving.allocated_bytes == simulate(model.plan.problem, model.plan.steps).host_bytes
+    assert moving.allocated_bytes == model.plan.host_use.host_bytes
 
 
-def test_two_forwards_before_their_backwards_do_not_share_buffers():
-    x, z = batch(64), batch(64) * 2
-    plain = make(depth=2, dropout=0.0)
-    model = offloaded(copy.deepcopy(plain), x)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_two_forwards_before_their_backwards_and_two_models_share_no_buffers(device):
+    x, z = batch(64, device), batch(64, device) * 2
+    plain = make(device, depth=2, dropout=0.0)
+    model, other = (offloaded(copy.deepcopy(plain), x) for _ in range(2))
+    kept = model.plan
     for m in (plain, model):
         first, second = m(x), m(z)
         first.backward()
         second.backward()
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    loss = other(x)
+    assert same(step(plain, x), step(model, x))
+    loss.backward()
+    buffers = [
+        {memory.data_ptr() for free in moving._free.values() for memory in free} | set(moving._busy)
+        for moving in (transfers_behind(model), transfers_behind(other))
+    ]
+    assert all(len(found) >= len([s for s in kept.steps if isinstance(s, Offload)]) for found in buffers)
+    assert not buffers[0] & buffers[1]
 
 
-def test_two_models_share_no_buffers():
+def test_a_buffer_that_cannot_be_pinned_within_a_step_is_pageable(monkeypatch, caplog):
+    """A second forward before the backward of the first needs buffers that no plan has foreseen."""
     x = batch(64)
-    plain = make(depth=2)
-    one, other = offloaded(copy.deepcopy(plain), x), offloaded(copy.deepcopy(plain), x)
-    assert transfers_behind(one) is not transfers_behind(other)
-    for seed in range(2):
-        expected = step(plain, x, seed)
-        assert same(step(one, x, seed), expected)
-        assert same(step(other, x, seed), expected)
+    plain = make(depth=2, dropout=0.0)
+    model = offloaded(copy.deepcopy(plain), x)
+    monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
+    for m in (plain, model):
+        (m(x) + m(x)).backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    assert "pageable memory" in caplog.text
 
 
 def test_an_exception_in_the_worker_surfaces_with_the_tensor():
@@ -207,20 +239,28 @@ def test_an_exception_in_the_worker_surfaces_with_the_tensor():
         step(model, x)
 
 
+def refuse(self, size):
+    raise RuntimeError(f"no {size} bytes of pinned memory")
+
+
 def test_refused_host_memory_plans_again_without(monkeypatch, caplog):
     x = batch(64)
     model = make(depth=2)
-    budget = f"{int(1.05 * floor_of(model, x))}B"
-
-    def refuse(self, size):
-        raise RuntimeError("no pinned memory")
-
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
     plain = copy.deepcopy(model)
-    schedule(model, budget, sample_args=(x,), costs="roofline", offload="auto", link=FAST)
+    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
+    offloaded(model, x, share=0.95, offload="auto")
     assert "planning again without a host tier" in caplog.text
     assert not any(isinstance(s, Offload) for s in model.plan.steps)
     assert same(step(plain, x), step(model, x))
+
+
+def test_refused_host_memory_ends_before_training_where_nothing_else_serves(monkeypatch, tmp_path):
+    x = batch(64)
+    plain = make(depth=2)
+    saved = offloaded(copy.deepcopy(plain), x).plan
+    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
+    with pytest.raises(HostMemoryError, match=r"bytes of host memory for .* of (layers|norms|the model).*refused"):
+        schedule(copy.deepcopy(plain), plan=saved, sample_args=(x,))
 
 
 def test_refused_host_memory_is_an_error_that_says_for_what(monkeypatch):
@@ -274,7 +314,7 @@ def test_options_that_cannot_be_meant_are_refused(options, reason):
 
 def test_offload_on_the_cpu_needs_a_stated_link():
     with pytest.raises(ValueError, match="state the link"):
-        schedule(make(), 1, sample_args=(batch(64),), costs="roofline", offload=True)
+        schedule(make(depth=1), 1, sample_args=(batch(8),), costs="roofline", offload=True)
 
 
 def test_what_is_added_to_in_place_is_never_copied():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.shared_cases import LEVELS, PATHS, SHARED, load, run_case, run_situation
+from tests.shared_cases import LEVELS, PATHS, SHARED, load, run_case, run_case_with_copies, run_situation
 
 if not PATHS:
     pytest.skip(f"the shared cases are not beside this checkout ({SHARED})", allow_module_level=True)
+
+# Cases whose budget half-way up leaves room for all that may be copied.
+WITHOUT_COPIES: frozenset[str] = frozenset()
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,14 @@ def _levels_of(names):
 @pytest.mark.parametrize(("name", "level"), list(_levels_of(PATHS)))
 def test_case(name, level):
     assert run_case(name, level) == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PATHS))
+def test_case_with_copies_to_the_host(name):
+    result, copies = run_case_with_copies(name)
+    assert result == "ok"
+    assert copies or name in WITHOUT_COPIES
 
 
 @pytest.mark.parametrize(("name", "level"), list(_levels_of(load("situations").CHECKS)))

@@ -9,9 +9,12 @@ import pytest
 
 from graphs.links import Link
 from solvers.auto import AutoSolver
+from solvers.bounds import find_floor
 from solvers.brute_force import BruteForceSolver
 from solvers.brute_force_offload import OffloadBruteForceSolver
+from solvers.copies_alone import copies_alone
 from solvers.offload import OffloadSolver
+from solvers.offload_floor import find_offload_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status
@@ -202,3 +205,45 @@ def test_the_portfolio_copies_where_that_is_faster_and_not_where_it_is_not():
 def test_a_problem_without_a_host_tier_is_refused():
     with pytest.raises(ValueError, match="no link to a host"):
         OffloadSolver().solve(PROBLEM.with_link(None, 0))
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 2))
+def test_the_floor_with_copies(seed):
+    """A plan fits the floor, it is no higher than without copies, and no schedule fits below the proven bound."""
+    problem = hosted(seed)
+    floor = find_offload_floor(problem)
+    validate(problem.with_budget(floor.bytes), floor.plan)
+    assert floor.lower_bound.bytes <= floor.bytes <= find_floor(problem.with_link(None, 0)).bytes
+    below = problem.with_budget(floor.lower_bound.bytes - 1)
+    assert OffloadBruteForceSolver(max_states=2_000).solve(below).status in (Status.INFEASIBLE, Status.TIME_LIMIT)
+
+
+def test_the_floor_with_copies_is_lower_where_nothing_may_run_again():
+    chain = random_chain(7, length=3)
+    pinned = dataclasses.replace(chain, recomputable=(False,) * len(chain.time_ns))
+    linked = pinned.with_link(Link(1e9, 1e9, latency_ns=0, least_bytes=1), 10**6)
+    plain, floor = find_floor(pinned), find_offload_floor(linked)
+    assert floor.bytes < plain.bytes
+    assert any(isinstance(step, Prefetch) for step in floor.plan.steps)
+
+
+def test_copies_alone_fit_with_ever_fewer_copies():
+    """A chain with a backward that reads all of it in reverse, none of which may run again."""
+    n, half = 24, 12
+    inputs = [(), *((i - 1,) for i in range(1, half)), (half - 1,)]
+    inputs += [tuple(sorted((half + i - 1, half - 1 - i))) for i in range(1, half)]
+    whole = Problem.from_single_outputs((10,) * n, (10,) * half + (1,) * half, inputs, 60)
+    problem = dataclasses.replace(
+        whole, recomputable=(False,) * n, link=Link(1e12, 1e12, latency_ns=0, least_bytes=1), host_bytes=10**6
+    )
+    plans = list(copies_alone(problem))
+    counts = [sum(isinstance(step, Offload) for step in steps) for steps in plans]
+    assert len(counts) > 1
+    assert counts == sorted(counts, reverse=True)
+    for steps in plans:
+        validate(problem, solution(problem, steps))
+    assert simulate(problem, plans[-1]).peak_bytes > problem.budget_bytes - 10  # one fewer would not have fitted
+    assert list(copies_alone(problem.with_budget(15))) == []
+    solver = OffloadSolver(max_rounds=0)
+    assert solver.solve(problem).status.has_plan
+    assert not solver.solve(problem.with_link(dataclasses.replace(LINK, least_bytes=11), 10**6)).status.has_plan
