@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Final
 from scheduler.decisions import Action, Decision
 from scheduler.errors import Infeasible
 from scheduler.units import format_bytes, format_time
-from solvers.solution import Compute, Free
+from solvers.solution import Compute, Free, Prefetch
 
 if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 _GB: Final = 10**9
+_AWAY: Final = (Action.RECOMPUTED, Action.OFFLOADED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +34,9 @@ class TensorExplanation:
         target: the op that makes it, for example ``aten.mm.default``.
         source: ``file:line`` of that op in the user's code, where known.
         binding: which constraint binds, in words; empty where none does.
-        tightest_op: name of the op at which memory is shortest while the tensor is away; empty unless recomputed.
-        headroom_bytes: budget less live bytes there; ``None`` unless recomputed.
+        tightest_op: name of the op at which memory is shortest while the tensor is away; empty unless it is away.
+        headroom_bytes: budget less live bytes there; ``None`` unless it is away.
+        copies: when it is copied to the host and back, and what waits for that; empty unless offloaded.
 
     """
 
@@ -44,6 +46,7 @@ class TensorExplanation:
     binding: str
     tightest_op: str = ""
     headroom_bytes: int | None = None
+    copies: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,8 +108,7 @@ class Explanation:
             where = f", {t.source}" if t.source else ""
             lines.append(f"  {d.name} ({t.target} in {d.module_path or '(model)'}{where}), {format_bytes(d.bytes)}:")
             lines.append(f"    {d.action.value}: {d.reason}.")
-            if t.binding:
-                lines.append(f"    {t.binding}")
+            lines += [f"    {sentence}" for sentence in (t.copies, t.binding) if sentence]
         temporary = sum(t.decision.action is Action.TEMPORARY for t in self.tensors)
         if temporary:
             lines.append(f"  {temporary} more are temporary: gone before the backward needs anything of them.")
@@ -136,8 +138,10 @@ def explain(
     chosen = [d for d in plan.decisions if _in_forward(plan, d) and under(d.module_path, path)]
     if not chosen and not any(under(op.module_path, path) for op in graph.ops):
         raise ValueError(_unknown(plan, path))
-    away = _absences(plan, {d.storage for d in chosen if d.action is Action.RECOMPUTED})
-    tensors = tuple(_explained(plan, d, away.get(d.storage, [])) for d in chosen)
+    away = _absences(plan, {d.storage for d in chosen if d.action in _AWAY})
+    tensors = tuple(
+        dataclasses.replace(_explained(plan, d, away.get(d.storage, [])), copies=_copies_of(plan, d)) for d in chosen
+    )
     bought = shadow_price(plan, delta_bytes, time_limit_s=time_limit_s) if price else None
     return Explanation(path, tensors, _peak_sentence(plan), bought)
 
@@ -173,14 +177,14 @@ def _in_forward(plan: Plan, decision: Decision) -> bool:
 
 
 def _absences(plan: Plan, storages: set[int]) -> dict[int, list[tuple[int, int]]]:
-    """For each storage the stretches of steps in which it is away: from a free to the next production."""
+    """For each storage the stretches of steps in which it is away: from a free to its production or fetch."""
     away: dict[int, list[tuple[int, int]]] = {}
     freed: dict[int, int] = {}
     for position, step in enumerate(plan.graph_steps):
         if isinstance(step, Free) and step.storage in storages:
             freed[step.storage] = position
-        elif isinstance(step, Compute):
-            for made in plan.graph.ops[step.op].outputs:
+        elif isinstance(step, Compute | Prefetch):
+            for made in plan.graph.ops[step.op].outputs if isinstance(step, Compute) else (step.storage,):
                 if made in freed:
                     away.setdefault(made, []).append((freed.pop(made), position))
     return away
@@ -188,7 +192,7 @@ def _absences(plan: Plan, storages: set[int]) -> dict[int, list[tuple[int, int]]
 
 def _explained(plan: Plan, decision: Decision, away: list[tuple[int, int]]) -> TensorExplanation:
     op = plan.graph.ops[plan.graph.storages[decision.storage].producer or 0]
-    if decision.action is not Action.RECOMPUTED or not away or plan.budget_bytes is None:
+    if decision.action not in _AWAY or not away or plan.budget_bytes is None:
         return TensorExplanation(decision, op.target, op.source, "")
     samples = [s for s in plan.samples if any(start < s.step < end for start, end in away)]
     tightest = max(samples, key=lambda s: s.total_bytes, default=None)
@@ -209,6 +213,24 @@ def _explained(plan: Plan, decision: Decision, away: list[tuple[int, int]]) -> T
             f"the others kept: the plan is within {plan.gap:.2%} of the fastest."
         )
     return TensorExplanation(decision, op.target, op.source, binding, at.name, headroom)
+
+
+def _copies_of(plan: Plan, decision: Decision) -> str:
+    """When a tensor is copied, for a person; empty where it is not."""
+    copies = [copy for copy in plan.host_use.copies if copy.storage == decision.storage]
+    if not copies:
+        return ""
+    when = "; ".join(
+        f"{'to the host' if copy.outward else 'back'} from {format_time(copy.start_ns)} to {format_time(copy.end_ns)}"
+        for copy in copies
+    )
+    late = sum(
+        stall.end_ns - stall.start_ns
+        for stall in plan.host_use.stalls
+        if any(copy.end_ns == stall.end_ns for copy in copies)
+    )
+    waits = f"computation waits {format_time(late)} for it" if late else "computation does not wait for it"
+    return f"On the link {when} of the step; {waits}."
 
 
 def _peak_sentence(plan: Plan) -> str:

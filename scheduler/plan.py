@@ -21,10 +21,11 @@ from graphs.links import Link
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.errors import PlanFormatError, PlanMismatch
 from scheduler.export.files import write_whole
+from scheduler.report.host import HostUse, host_use
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
-from solvers.simulate import simulate
+from solvers.simulate import Simulation, simulate
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
 from solvers.store_all import store_all_steps
 from solvers.validate import validate
@@ -223,7 +224,18 @@ class Plan:
     def samples(self) -> tuple[Sample, ...]:
         """Live bytes by category while each op runs, in execution order."""
         actions = {d.storage: d.action for d in self.decisions}
-        return timeline(self.graph, self.costs, self.graph_steps, actions, self.static_bytes)
+        starts, static = self.replay.start_ns, self.static_bytes
+        return timeline(self.graph, self.costs, self.graph_steps, actions, static_bytes=static, start_ns=starts)
+
+    @functools.cached_property
+    def replay(self) -> Simulation:
+        """The steps replayed: when each starts, stalls included, and what is live then."""
+        return simulate(self.problem, self.steps)
+
+    @functools.cached_property
+    def host_use(self) -> HostUse:
+        """Copies to the host and back, the time they take on the link, and the stalls that they cause."""
+        return host_use(self)
 
     @property
     def backward_start_ns(self) -> int:
@@ -233,8 +245,10 @@ class Plan:
 
     @functools.cached_property
     def is_noop(self) -> bool:
-        """Whether nothing is computed twice."""
-        return sum(isinstance(step, Compute) for step in self.solution.steps) == len(self.graph.ops)
+        """Whether nothing is computed twice, nor copied to the host."""
+        return all(isinstance(step, Free) for step in self.steps if not isinstance(step, Compute)) and sum(
+            isinstance(step, Compute) for step in self.steps
+        ) == len(self.graph.ops)
 
     def check_fits(self, graph: TrainingGraph) -> None:
         """Refuse to run on another graph than the one that was planned.

@@ -12,6 +12,7 @@ from scheduler.report.text import module_rows, peak_by_category
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """Headline figures of a plan and its table of modules. Sizes are bytes, times nanoseconds."""
+    host = {"budget_bytes": plan.host_bytes} | vars(plan.host_use)
     return {
         "status": plan.status.value,
         "budget_bytes": plan.budget_bytes,
@@ -25,6 +26,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "overhead": plan.overhead,
         "lower_bound_ns": plan.lower_bound_ns,
         "gap": plan.gap,
+        "link": None if plan.link is None else plan.link.as_dict(),
+        "host": {name: figure for name, figure in host.items() if isinstance(figure, int)},
         "solver": plan.solution.solver,
         "solve_seconds": plan.solution.solve_seconds,
         "device": plan.device,

@@ -1,7 +1,8 @@
 """A plan as a trace in Chrome's event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process with one thread of executions, recomputed ones in a thread of their own below it so that they stand out, and
-a counter track of live bytes by category. Times are predicted, in microseconds.
+One process with one thread of executions, recomputed ones in a thread of their own below it so that they stand out, one
+for the copies of each direction where there are any, and a counter track of live bytes by category. Times are
+predicted, in microseconds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 _PROCESS: Final = 1
-_FIRST, _AGAIN = 1, 2
+_FIRST, _AGAIN, _OUT, _BACK = 1, 2, 3, 4
 
 
 def to_trace(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON-ready object in the "JSON object format" of Chrome's trace events."""
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": [*_names(plan), *_executions(plan), *_counters(plan)],
+        "traceEvents": [*_names(plan), *_executions(plan), *_copies(plan), *_counters(plan)],
         "otherData": {
             "device": plan.device,
             "costs": plan.costs.source,
@@ -48,6 +49,24 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", 0, labels["process_name"][1])
     yield _metadata("thread_name", _FIRST, "compute")
     yield _metadata("thread_name", _AGAIN, "compute, run again")
+    if plan.host_use.copies:
+        yield _metadata("thread_name", _OUT, "copies to the host")
+        yield _metadata("thread_name", _BACK, "copies from the host")
+
+
+def _copies(plan: Plan) -> Iterator[dict[str, Any]]:
+    for copy in plan.host_use.copies:
+        storage = plan.graph.storages[copy.storage]
+        yield {
+            "ph": "X",
+            "name": storage.name,
+            "cat": "offload" if copy.outward else "prefetch",
+            "pid": _PROCESS,
+            "tid": _OUT if copy.outward else _BACK,
+            "ts": copy.start_ns / 1e3,
+            "dur": (copy.end_ns - copy.start_ns) / 1e3,
+            "args": {"module": storage.module_path, "bytes": storage.bytes},
+        }
 
 
 def _metadata(name: str, thread: int, label: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _headline(plan: Plan) -> list[list[str]]:
         ["added by the plan", f"{format_time(plan.added_time_ns)} ({plan.overhead:.2%})"],
         ["proven gap", f"{plan.gap:.2%}"],
     ]
-    return rows
+    return rows + [list(row) for row in plan.host_use.rows(plan)]
 
 
 def _about(plan: Plan) -> list[list[str]]:

@@ -44,6 +44,7 @@ class ModuleRow:
             Those that only help to produce them are left out, so that kept and recomputed can be added.
         executions: executions of ops beyond their first, likewise.
         added_ns: time of those executions, likewise.
+        offloaded_bytes: bytes of activations that are copied to the host and back, likewise.
 
     """
 
@@ -53,6 +54,7 @@ class ModuleRow:
     recomputed_bytes: int
     executions: int
     added_ns: int
+    offloaded_bytes: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,11 +65,12 @@ class _Figures:
     recomputed_bytes: int = 0
     executions: int = 0
     added_ns: int = 0
+    offloaded_bytes: int = 0
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> tuple[int, int, int, int, int]:
         """Equal for blocks that fold."""
-        return (self.kept_bytes, self.recomputed_bytes, self.executions, self.added_ns)
+        return (self.kept_bytes, self.recomputed_bytes, self.executions, self.added_ns, self.offloaded_bytes)
 
 
 def render_summary(plan: Plan, width: int | None = None) -> str:
@@ -110,6 +113,8 @@ def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
             block.kept_bytes += decision.bytes
         elif decision.action is Action.RECOMPUTED and kept_by_plain_training(plan.graph, decision.storage):
             block.recomputed_bytes += decision.bytes
+        elif decision.action is Action.OFFLOADED:
+            block.offloaded_bytes += decision.bytes
     for sample in plan.samples:
         if sample.again:
             block = figures[block_of(plan.graph.ops[sample.op].module_path)]
@@ -133,7 +138,7 @@ def kept_by_plain_training(graph: TrainingGraph, storage: int) -> bool:
 
 def _fold(figures: dict[str, _Figures]) -> tuple[ModuleRow, ...]:
     """Join blocks that differ only in their number and have the same figures."""
-    groups: dict[tuple[str, tuple[int, int, int, int]], list[str]] = {}
+    groups: dict[tuple[str, tuple[int, int, int, int, int]], list[str]] = {}
     for name, block in figures.items():
         stem, _, last = name.rpartition(".")
         template = f"{stem}.#".lstrip(".") if last.isdigit() else name
@@ -145,8 +150,7 @@ def _fold(figures: dict[str, _Figures]) -> tuple[ModuleRow, ...]:
         if count > 1:
             numbers = sorted(int(name.rpartition(".")[2]) for name in names)
             label = f"{template[:-1]}{_ranges(numbers)} ×{count}"
-        kept, recomputed, executions, added = key
-        rows.append(ModuleRow(label, count, kept * count, recomputed * count, executions * count, added * count))
+        rows.append(ModuleRow(label, count, *(figure * count for figure in key)))
     return tuple(rows)
 
 
@@ -179,6 +183,8 @@ def _headline(plan: Plan) -> Table:
         f"{format_time(plan.step_time_ns)} = keep-all {format_time(plan.keep_all_time_ns)} + "
         f"{format_time(plan.added_time_ns)} added (overhead {plan.overhead:.2%})",
     )
+    for label, sentence in plan.host_use.rows(plan):
+        grid.add_row(label, Text(sentence))
     grid.add_row("gap", f"{plan.gap:.2%} above the lower bound of {format_time(plan.lower_bound_ns)}: {_BOUND_ASSUMES}")
     grid.add_row("costs", f"{plan.costs.source} for {plan.device}")
     for assumption in plan.assumptions:
@@ -198,6 +204,10 @@ def _table(plan: Plan) -> Table:
     table.add_column(
         "recomputed", justify="right", footer=format_bytes(_total(r.recomputed_bytes for r in rows)), no_wrap=True
     )
+    offloads = any(r.offloaded_bytes for r in rows)
+    if offloads:
+        offloaded = format_bytes(_total(r.offloaded_bytes for r in rows))
+        table.add_column("offloaded", justify="right", footer=offloaded, no_wrap=True)
     table.add_column("ops run again", justify="right", footer=str(_total(r.executions for r in rows)), no_wrap=True)
     table.add_column("added time", justify="right", footer=format_time(_total(r.added_ns for r in rows)), no_wrap=True)
     for row in rows:
@@ -205,6 +215,7 @@ def _table(plan: Plan) -> Table:
             Text(row.label),
             format_bytes(row.kept_bytes),
             format_bytes(row.recomputed_bytes),
+            *((format_bytes(row.offloaded_bytes),) if offloads else ()),
             str(row.executions),
             format_time(row.added_ns),
         )

@@ -69,7 +69,13 @@ _BY_ACTION = {
 
 
 def timeline(
-    graph: TrainingGraph, costs: Costs, steps: Sequence[Step], actions: Mapping[int, Action], static_bytes: int
+    graph: TrainingGraph,
+    costs: Costs,
+    steps: Sequence[Step],
+    actions: Mapping[int, Action],
+    *,
+    static_bytes: int,
+    start_ns: Sequence[int],
 ) -> tuple[Sample, ...]:
     """One sample for each execution of an op, in order.
 
@@ -79,6 +85,7 @@ def timeline(
         steps: a valid schedule; its storage indices are the graph's.
         actions: what the schedule does with each activation storage.
         static_bytes: bytes that are resident throughout.
+        start_ns: when each step starts: computation may stall for copies between two of them.
 
     """
     category = [
@@ -88,7 +95,6 @@ def timeline(
     live = dict.fromkeys(Category, 0) | {Category.STATIC: static_bytes}
     resident: set[int] = set()
     seen: set[int] = set()
-    clock = 0
     samples = []
     for position, step in enumerate(steps):
         if isinstance(step, Free):
@@ -103,12 +109,12 @@ def timeline(
         outputs = graph.ops[step.op].outputs
         for o in outputs:
             live[category[o]] += graph.storages[o].bytes
-        end = clock + costs.time_ns[step.op]
+        start = start_ns[position]
+        end = start + costs.time_ns[step.op]
         during = live | {Category.WORKSPACE: costs.workspace_bytes[step.op]}
-        samples.append(Sample(position, step.op, clock, end, step.op in seen, during))
+        samples.append(Sample(position, step.op, start, end, step.op in seen, during))
         for o in resident.intersection(outputs):  # the earlier copy goes once the new one is there
             live[category[o]] -= graph.storages[o].bytes
         resident.update(outputs)
         seen.add(step.op)
-        clock = end
     return tuple(samples)
