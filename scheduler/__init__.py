@@ -5,6 +5,7 @@
 """
 
 from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
+from graphs.marks import mark
 from scheduler.api import graphs_of, minimum_budget, plan, plan_of, schedule, unschedule
 from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
 from scheduler.memory import PeakMemory, measure_peak
@@ -24,6 +25,7 @@ __all__ = [
     "PlanMismatch",
     "UnsupportedModelError",
     "graphs_of",
+    "mark",
     "measure_peak",
     "minimum_budget",
     "plan",

@@ -38,7 +38,9 @@ def schedule(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     costs: str | Costs = "profiled",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
     dynamic: str | None = None,
     allow_graph_breaks: bool = False,
     offload: bool | str = False,
@@ -71,7 +73,10 @@ def schedule(
         gap: relative gap to the proven lower bound at which solving may stop.
         costs: ``"profiled"``: each distinct op is timed once on the device, one at a time, and remembered on disk;
             ``"roofline"``: estimated; or a :class:`graphs.ir.Costs` of the same step.
-        never_recompute: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``) that must run once.
+        keep: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``): what these ops make in the
+            forward stays on the device from its production to its last use. :func:`scheduler.mark` says it of a tensor.
+        never_recompute: patterns of ops that must run once; what they make may be copied to the host.
+        never_offload: patterns of ops whose results must not be copied to the host; they may run again.
         dynamic: ``None``: each new input shape is captured and solved once, and remembered; a warning says so at the
             eighth. ``"bucket"``: a new shape is captured once, and a schedule that was found for another shape serves
             it where the ops are the same and a replay shows that it fits the budget: keeping everything first, then the
@@ -90,8 +95,8 @@ def schedule(
         link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``:
             that of the device, measured once. On the CPU, threads copy at the stated bandwidth.
         host_budget_gb: most bytes of copies, as ``budget_gb``; ``None``: half of the host's free memory.
-        plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
-            the first schedule that is known.
+        plan: a saved plan to run instead of solving; its graph must be this step's. Where no patterns are given here,
+            those that it was made under hold. With ``dynamic="bucket"`` it is the first schedule that is known.
 
     Returns:
         ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned
@@ -113,7 +118,7 @@ def schedule(
         time_limit_s=time_limit_s,
         gap=gap,
         costs=costs,
-        never_recompute=_patterns(never_recompute),
+        **_patterns(keep, never_recompute, never_offload, plan),
         dynamic=dynamic,
         allow_graph_breaks=allow_graph_breaks,
         offload=offload,
@@ -176,7 +181,9 @@ def plan(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     costs: str | Costs = "roofline",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
     offload: bool | str = False,
     link: str | Link | None = None,
     host_budget_gb: float | str | None = None,
@@ -198,7 +205,9 @@ def plan(
         time_limit_s: as in :func:`schedule`.
         gap: as in :func:`schedule`.
         costs: ``"roofline"``, ``"profiled"`` (on this machine's CPU) or costs of the same step.
+        keep: as in :func:`schedule`.
         never_recompute: as in :func:`schedule`.
+        never_offload: as in :func:`schedule`.
         offload: as in :func:`schedule`.
         link: as in :func:`schedule`, and always to be stated.
         host_budget_gb: as in :func:`schedule`.
@@ -216,7 +225,7 @@ def plan(
         gap=gap,
         costs=costs,
         device_spec=device,
-        never_recompute=_patterns(never_recompute),
+        **_patterns(keep, never_recompute, never_offload),
         offload=offload,
         link=None if link is None else parse_link(link),
         host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
@@ -244,7 +253,9 @@ def minimum_budget(
     optimizer: torch.optim.Optimizer | None = None,
     time_limit_s: float = 60.0,
     costs: str | Costs = "roofline",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
 ) -> MinimumBudget:
     """Find the least budget under which a training step can be scheduled, without running it (see :func:`plan`).
 
@@ -259,7 +270,9 @@ def minimum_budget(
         optimizer: counted with its state.
         time_limit_s: bound on the search, in seconds.
         costs: as in :func:`plan`.
+        keep: as in :func:`schedule`.
         never_recompute: as in :func:`schedule`.
+        never_offload: as in :func:`schedule`; the least budget is that without copies.
 
     Returns:
         The least budget for which a plan was found, with the plan, and a proven lower bound on it.
@@ -276,7 +289,9 @@ def minimum_budget(
         device=device,
         optimizer=optimizer,
         costs=costs,
+        keep=keep,
         never_recompute=never_recompute,
+        never_offload=never_offload,
     )
     return least_budget(keep_all, time_limit_s=time_limit_s)
 
@@ -304,10 +319,18 @@ def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:
     return loss_fn
 
 
-def _patterns(never_recompute: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(never_recompute, str) or not all(isinstance(p, str) for p in never_recompute):
-        raise TypeError(f"never_recompute takes a sequence of patterns, and got {never_recompute!r}")
-    return tuple(never_recompute)
+def _patterns(
+    keep: Sequence[str], never_recompute: Sequence[str], never_offload: Sequence[str], given: Plan | None = None
+) -> dict[str, tuple[str, ...]]:
+    """The patterns as settings: those of a given plan where there are none here."""
+    chosen: dict[str, tuple[str, ...]] = {}
+    for kind, patterns in (("keep", keep), ("never_recompute", never_recompute), ("never_offload", never_offload)):
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"{kind} takes a sequence of patterns, and got {patterns!r}")
+        chosen[kind] = tuple(patterns)
+    if isinstance(given, Plan) and not any(chosen.values()):
+        chosen = {kind: getattr(given.constraints, kind) for kind in chosen}
+    return chosen
 
 
 def _attachment(model: nn.Module) -> Attachment:

@@ -195,11 +195,13 @@ class _Compilation:
             input_kinds=input_kinds(joint, self.example_inputs, backend.parts),
             device=device,
             module_names=[name for name, _ in backend.module.named_modules()] if backend.module is not None else (),
-            never_recompute=backend.settings.never_recompute,
+            constraints=backend.settings.constraints,
             held_gradients=held_gradients(self.gm, joint, self.secondary, device),
             name=type(backend.module).__name__ if backend.module is not None else "graph",
         )
         del joint_inputs
+        if capture.unused_constraints and backend.pieces is None:
+            logger.warning("%s: no op matches %s", capture.graph.name, ", ".join(capture.unused_constraints))
         plan = backend.given
         if plan is None:
             plan = self._plan(capture, device)

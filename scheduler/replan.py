@@ -110,7 +110,7 @@ def replan(
     problem = plan.problem.with_budget(budget_bytes)
     solution = (solver or AutoSolver(time_limit_s=time_limit_s, gap=gap)).solve(problem)
     if not solution.status.has_plan:
-        raise infeasible(problem, solution)
+        raise infeasible(problem, solution, plan.graph)
     validate(problem, solution)
     return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
 
