@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphs.capture import fake_step
+from graphs.constraints import Constraints
 from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
 from graphs.links import Link, parse_link
@@ -118,7 +119,7 @@ def schedule(
         time_limit_s=time_limit_s,
         gap=gap,
         costs=costs,
-        **_patterns(keep, never_recompute, never_offload, plan),
+        constraints=_constraints(keep, never_recompute, never_offload, plan),
         dynamic=dynamic,
         allow_graph_breaks=allow_graph_breaks,
         offload=offload,
@@ -225,7 +226,7 @@ def plan(
         gap=gap,
         costs=costs,
         device_spec=device,
-        **_patterns(keep, never_recompute, never_offload),
+        constraints=_constraints(keep, never_recompute, never_offload),
         offload=offload,
         link=None if link is None else parse_link(link),
         host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
@@ -319,18 +320,15 @@ def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:
     return loss_fn
 
 
-def _patterns(
+def _constraints(
     keep: Sequence[str], never_recompute: Sequence[str], never_offload: Sequence[str], given: Plan | None = None
-) -> dict[str, tuple[str, ...]]:
-    """The patterns as settings: those of a given plan where there are none here."""
-    chosen: dict[str, tuple[str, ...]] = {}
+) -> Constraints:
+    """The user's constraints: those of a given plan where there are none here."""
     for kind, patterns in (("keep", keep), ("never_recompute", never_recompute), ("never_offload", never_offload)):
         if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
             raise TypeError(f"{kind} takes a sequence of patterns, and got {patterns!r}")
-        chosen[kind] = tuple(patterns)
-    if isinstance(given, Plan) and not any(chosen.values()):
-        chosen = {kind: getattr(given.constraints, kind) for kind in chosen}
-    return chosen
+    chosen = Constraints(keep=tuple(keep), never_recompute=tuple(never_recompute), never_offload=tuple(never_offload))
+    return given.constraints if isinstance(given, Plan) and not chosen else chosen
 
 
 def _attachment(model: nn.Module) -> Attachment:

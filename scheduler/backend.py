@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from graphs.casts import cast_regions, share_casts
+from graphs.constraints import KINDS, Constraints
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
@@ -295,11 +296,14 @@ def checkpoint_scheduler(
     Args:
         gm: graph captured by Dynamo.
         example_inputs: its inputs.
-        options: ``budget_gb`` and any field of :class:`scheduler.planner.Settings`.
+        options: ``budget_gb``, ``keep``, ``never_recompute``, ``never_offload`` and any field of
+            :class:`scheduler.planner.Settings`.
 
     """
     chosen = dict(options or {})
     budget = chosen.pop("budget_gb", None)
+    constraints = Constraints.from_dict({kind: chosen.pop(kind) for kind in KINDS if kind in chosen})
+    chosen.setdefault("constraints", constraints)
     settings = Settings(budget_bytes=None if budget is None else parse_budget(budget), **chosen)
     settings.check()
     if settings.dynamic is not None or settings.allow_graph_breaks:

@@ -59,9 +59,7 @@ class Settings:
         gap: relative gap to the lower bound at which the solver may stop.
         costs: ``"profiled"`` (measured on the device), ``"roofline"`` (of ``device_spec``), or costs made elsewhere.
         device_spec: device of the roofline, by name or figures.
-        keep: patterns of op names and module paths whose results stay on the device until their last use.
-        never_recompute: patterns of op names and module paths that must run once.
-        never_offload: patterns of op names and module paths whose results are not copied to the host.
+        constraints: what a plan must not do with some tensors.
         dynamic: ``"bucket"``: a schedule that is known serves another shape where it fits; ``None``: each is solved.
         allow_graph_breaks: capture in several pieces what is not one graph.
         offload: whether storages may be copied to the host: ``False``, ``"auto"`` (where that is faster, and the
@@ -78,19 +76,12 @@ class Settings:
     gap: float = 0.005
     costs: str | Costs = "profiled"
     device_spec: str | DeviceSpec | None = None
-    keep: tuple[str, ...] = ()
-    never_recompute: tuple[str, ...] = ()
-    never_offload: tuple[str, ...] = ()
+    constraints: Constraints = dataclasses.field(default_factory=Constraints)
     dynamic: str | None = None
     allow_graph_breaks: bool = False
     offload: bool | str = False
     link: Link | None = None
     host_bytes: int | None = None
-
-    @property
-    def constraints(self) -> Constraints:
-        """What a plan must not do with some tensors."""
-        return Constraints(keep=self.keep, never_recompute=self.never_recompute, never_offload=self.never_offload)
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything is captured."""

@@ -30,9 +30,7 @@ def recorded_captures() -> Iterator[list[Capture]]:
         remembered.make_plan = original
 
 
-def capture_of(
-    module: nn.Module, *args: Any, constraints: Constraints = Constraints(), **kwargs: Any  # noqa: B008 - frozen
-) -> Capture:
+def capture_of(module: nn.Module, *args: Any, constraints: Constraints | None = None, **kwargs: Any) -> Capture:
     """The capture of one training step of a module, which is left plain."""
     with recorded_captures() as captures:
         schedule(
@@ -41,7 +39,7 @@ def capture_of(
             sample_args=args,
             sample_kwargs=kwargs,
             costs="roofline",
-            **constraints.to_dict(),
+            **(constraints or Constraints()).to_dict(),
         )
     unschedule(module)
     return captures[0]

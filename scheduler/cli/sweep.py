@@ -35,6 +35,11 @@ def run(
     dtype: options.Dtype = None,
     optimizer: options.Optimizer = None,
     device: options.Device = "cpu",
+    keep: options.Keep = None,
+    never_recompute: options.NeverRecompute = None,
+    never_offload: options.NeverOffload = None,
+    link: options.Link = None,
+    host_budget: options.HostBudget = None,
     budgets: Annotated[
         int, typer.Option(min=2, help="How many, spread from the least feasible to the keep-all peak.")
     ] = DEFAULT_POINTS,
@@ -45,13 +50,16 @@ def run(
     as_json: options.Json = False,
 ) -> None:
     """Trade memory for time at many budgets, solved from one capture, beside the strategies applied by hand."""
+    wanted = options.planning(keep, never_recompute, never_offload, link, host_budget)
     if target is not None and target.endswith(".json") and hf is None:
+        if any(wanted.values()):
+            raise typer.BadParameter("a saved plan keeps the constraints and the link that it was made with")
         plan = options.load_plan(pathlib.Path(target))
     else:
         source = StepSource(
             target=target, hf=hf, overrides=overrides or (), batch=batch, seq=seq, dtype=dtype, optimizer=optimizer
         )
-        plan = plan_step(source, None, device=options.device_name(device))
+        plan = plan_step(source, None, device=options.device_name(device), wanted=wanted)
     with working("looking for the least budget"):
         floor = find_floor(plan.problem)
         chosen = spread_budgets(plan.problem, budgets, floor=floor)
