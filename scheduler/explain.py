@@ -111,7 +111,7 @@ class Explanation:
             lines += [f"    {sentence}" for sentence in (t.copies, t.binding) if sentence]
         temporary = sum(t.decision.action is Action.TEMPORARY for t in self.tensors)
         if temporary:
-            lines.append(f"  {temporary} more are temporary: gone before the backward needs anything of them.")
+            lines.append(f"  {temporary} more are temporary: gone before the backward.")
         lines.append(self.peak)
         if self.price is not None:
             lines.append(self.price.sentence())
@@ -134,16 +134,26 @@ def explain(
         ValueError: no module of the step has this path. The message suggests the nearest.
 
     """
-    graph = plan.graph
-    chosen = [d for d in plan.decisions if _in_forward(plan, d) and under(d.module_path, path)]
-    if not chosen and not any(under(op.module_path, path) for op in graph.ops):
-        raise ValueError(_unknown(plan, path))
+    chosen = decisions_of(plan, path)
     away = _absences(plan, {d.storage for d in chosen if d.action in _AWAY})
     tensors = tuple(
         dataclasses.replace(_explained(plan, d, away.get(d.storage, [])), copies=_copies_of(plan, d)) for d in chosen
     )
     bought = shadow_price(plan, delta_bytes, time_limit_s=time_limit_s) if price else None
     return Explanation(path, tensors, _peak_sentence(plan), bought)
+
+
+def decisions_of(plan: Plan, path: str) -> list[Decision]:
+    """What the plan does with each activation made in the forward of a module, or of those that match a pattern.
+
+    Raises:
+        ValueError: no module of the step has this path. The message suggests the nearest.
+
+    """
+    chosen = [d for d in plan.decisions if _in_forward(plan, d) and under(d.module_path, path)]
+    if not chosen and not any(under(op.module_path, path) for op in plan.graph.ops):
+        raise ValueError(_unknown(plan, path))
+    return chosen
 
 
 def under(module_path: str, path: str) -> bool:

@@ -18,6 +18,7 @@ from scheduler.replan import DEFAULT_POINTS, Sweep, spread_budgets
 from scheduler.replan import sweep as sweep_plan
 from scheduler.units import format_bytes, format_time
 from solvers.bounds import find_floor
+from solvers.strategies import BY_HAND
 
 NAME = "sweep"
 
@@ -63,7 +64,7 @@ def run(
     with working("looking for the least budget"):
         floor = find_floor(plan.problem)
         chosen = spread_budgets(plan.problem, budgets, floor=floor)
-    with progress("solving", len(chosen)) as advance:
+    with progress("solving", len(chosen) + len(BY_HAND)) as advance:
         found = sweep_plan(plan, chosen, time_limit_s=time_limit, gap=gap, floor=floor, on_point=advance)
     if csv_file is not None:
         csv_file.write_text(to_csv(found), encoding="utf-8")
@@ -86,18 +87,19 @@ def sweep_figures(sweep: Sweep) -> dict[str, object]:
         "device": sweep.plan.device,
         "knee": sweep.knee,
         "points": [dataclasses.asdict(p) | {"gap": p.gap} for p in sweep.points],
-        "baselines": [dataclasses.asdict(b) for b in sweep.baselines],
+        "baselines": [dataclasses.asdict(b) | {"plan_overhead": b.plan_overhead} for b in sweep.baselines],
     }
 
 
 def to_csv(sweep: Sweep) -> str:
-    """Points and baselines as CSV, one a line; the baselines' budget is their peak."""
+    """Plans and baselines as CSV, one a line; a baseline's budget is its peak, at which there is a plan too."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("name", "budget_bytes", "peak_bytes", "step_time_ns", "overhead", "lower_bound_ns", "knee"))
-    for i, p in enumerate(sweep.points):
+    knee = None if sweep.knee is None else sweep.points[sweep.knee]
+    for p in sweep.solved:
         row = ("plan", p.budget_bytes, p.peak_bytes, p.step_time_ns, f"{p.overhead:.6f}", p.lower_bound_ns)
-        writer.writerow((*row, int(i == sweep.knee)))
+        writer.writerow((*row, int(p is knee)))
     for b in sweep.baselines:
         writer.writerow((b.name, b.peak_bytes, b.peak_bytes, b.step_time_ns, f"{b.overhead:.6f}", "", 0))
     return text.getvalue()

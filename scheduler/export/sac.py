@@ -38,7 +38,8 @@ def to_sac_policy(plan: Plan, module: str = "") -> Callable[[], tuple[Any, Any]]
         ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Raises:
-        ValueError: no forward op of the plan lies in that module.
+        ValueError: no forward op of the plan lies in that module, or the plan copies what it makes to the host: SAC in
+            eager mode knows no such thing, and recomputes silently what a policy says to offload.
 
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -60,9 +61,15 @@ def saved_occurrences(plan: Plan, module: str = "") -> Mapping[str, tuple[bool, 
     An op with several results counts as kept where more than half of their bytes are.
 
     Raises:
-        ValueError: no forward op of the plan lies in that module.
+        ValueError: as :func:`to_sac_policy`.
 
     """
+    moved = [d for d in plan.decisions if d.action is Action.OFFLOADED and under(d.module_path, module)]
+    if moved:
+        raise ValueError(
+            f"the plan copies {len(moved)} tensors of {module or 'the model'} to the host, {moved[0].name} first, which "
+            "eager checkpointing cannot do: plan without a link (offload=False)"
+        )
     kept = {d.storage for d in plan.decisions if d.action is Action.KEPT}
     saved: dict[str, list[bool]] = collections.defaultdict(list)
     for op in plan.graph.ops:
