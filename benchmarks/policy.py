@@ -49,8 +49,8 @@ def main() -> None:
             "processor time."
         )
     notes.append(
-        "The paper reports 5 times less activation memory for under 5 % of added operations, by selective recomputation "
-        "and sequence parallelism together. Here the fifth is reached by recomputation alone."
+        "The paper reports 5 times less activation memory for under 5 % of added operations, by selective "
+        "recomputation and sequence parallelism together. Here the fifth is reached by recomputation alone."
     )
     table.show()
     if not options.no_write:

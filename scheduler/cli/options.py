@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from graphs.costs.devices import device_spec
+from graphs.links import Link as HostLink
 from graphs.links import parse_link
 from scheduler.errors import BudgetError, PlanFormatError, parse_budget
 from scheduler.plan import Plan
@@ -105,13 +106,23 @@ def planning(
         if host_budget is not None:
             raise typer.BadParameter("it is the memory behind a link: give --link with it", param_hint="--host-budget")
         return chosen
-    try:
-        chosen |= {"offload": "auto", "link": parse_link(link)}
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--link") from error
+    chosen |= {"offload": "auto", "link": link_of(link)}
     if host_budget is not None:
         chosen["host_budget_gb"] = f"{budget_bytes(host_budget, '--host-budget')}B"
     return chosen
+
+
+def link_of(text: str) -> HostLink:
+    """A link as typed.
+
+    Raises:
+        typer.BadParameter: it is neither a name nor a bandwidth.
+
+    """
+    try:
+        return parse_link(text)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--link") from error
 
 
 def device_name(text: str) -> str:

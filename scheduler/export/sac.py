@@ -67,8 +67,8 @@ def saved_occurrences(plan: Plan, module: str = "") -> Mapping[str, tuple[bool, 
     moved = [d for d in plan.decisions if d.action is Action.OFFLOADED and under(d.module_path, module)]
     if moved:
         raise ValueError(
-            f"the plan copies {len(moved)} tensors of {module or 'the model'} to the host, {moved[0].name} first, which "
-            "eager checkpointing cannot do: plan without a link (offload=False)"
+            f"the plan copies {len(moved)} tensors of {module or 'the model'} to the host, {moved[0].name} first, "
+            "which eager checkpointing cannot do: plan without a link (offload=False)"
         )
     kept = {d.storage for d in plan.decisions if d.action is Action.KEPT}
     saved: dict[str, list[bool]] = collections.defaultdict(list)

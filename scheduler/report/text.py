@@ -189,6 +189,8 @@ def _headline(plan: Plan) -> Table:
         grid.add_row(label, Text(sentence))
     grid.add_row("gap", f"{plan.gap:.2%} above the lower bound of {format_time(plan.lower_bound_ns)}: {_BOUND_ASSUMES}")
     grid.add_row("costs", f"{plan.costs.source} for {plan.device}")
+    if plan.constraints:
+        grid.add_row("constraints", Text(", ".join(plan.constraints.labels())))
     for assumption in plan.assumptions:
         grid.add_row("assumes", Text(assumption))
     return grid

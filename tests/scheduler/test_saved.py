@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.resources
 import json
 
@@ -10,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.links import Link
 from scheduler import Plan, PlanFormatError, PlanMismatch, plan, schedule
 from scheduler.saved import SCHEMA_VERSION
 from solvers.solution import Offload
 from tests.json_schema import violations
-from tests.scheduler.toy import MB, make_plan
+from tests.scheduler.toy import MB, make_plan, make_plan_with_copies
 
 SCHEMA = json.loads(importlib.resources.files("scheduler").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
@@ -46,18 +46,11 @@ def measured():
     return made
 
 
-def with_copies():
-    link = Link(1e12, 1e12, latency_ns=0)
-    made = tight(Net(), batch(), offload="auto", link=link, host_budget_gb=1, keep=["layers.1"])
-    assert any(isinstance(step, Offload) for step in made.steps)
-    return made
-
-
 SAVED = {
     "by hand": measured,
     "without a budget": make_plan,
     "captured": lambda: tight(Net(), batch(), never_recompute=["aten.native_batch_norm"]),
-    "with copies": with_copies,
+    "with copies": make_plan_with_copies,
 }
 
 
@@ -139,17 +132,10 @@ def test_a_plan_of_another_step_says_what_differs(tmp_path):
 
 
 def test_a_plan_with_copies_of_what_may_not_leave_is_refused():
-    made = with_copies()
+    made = make_plan_with_copies()
     moved = next(s for s in made.graph_steps if isinstance(s, Offload)).storage
-    path = made.graph.storages[moved].module_path
-    with pytest.raises(PlanMismatch, match="to the host, which it may not: never_offload="):
-        schedule(
-            Net(),
-            sample_args=(batch(),),
-            plan=made,
-            keep=["layers.1"],
-            never_offload=[path],
-            offload="auto",
-            link=made.link,
-            host_budget_gb=1,
-        )
+    made.check_fits(made.graph)
+    storages = list(made.graph.storages)
+    storages[moved] = dataclasses.replace(storages[moved], pinned="never_offload='h.0'")
+    with pytest.raises(PlanMismatch, match=r"copies mm_0 to the host, which it may not: never_offload='h\.0'"):
+        made.check_fits(dataclasses.replace(made.graph, storages=tuple(storages)))

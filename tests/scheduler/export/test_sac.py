@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphs.links import Link
 from scheduler import plan as plan_step
 from scheduler.decisions import Action
 from scheduler.export.sac import saved_occurrences
@@ -91,3 +92,17 @@ def test_numbers_are_those_of_the_plain_model_and_products_kept_are_not_run_agai
 def test_unknown_module(planned):
     with pytest.raises(ValueError, match=r"no forward op in a module 'blocks\.7'"):
         planned.to_sac_policy("blocks.7")
+
+
+def test_a_plan_with_copies_is_refused(model, x):
+    keep_all = plan_step(model, None, (x,))
+    share = keep_all.static_bytes + 0.7 * (keep_all.keep_all_peak_bytes - keep_all.static_bytes)
+    link = Link(1e12, 1e12, latency_ns=0)
+    moving = plan_step(model, f"{int(share)}B", (x,), offload="auto", link=link, host_budget_gb=1)
+    moved = {d.module_path.split(".")[1] for d in moving.decisions if d.action is Action.OFFLOADED}
+    assert moved
+    with pytest.raises(ValueError, match="which eager checkpointing cannot do"):
+        moving.to_sac_policy(f"blocks.{min(moved)}")
+    stays = {"0", "1", "2"} - moved
+    assert stays
+    moving.to_sac_policy(f"blocks.{min(stays)}")
