@@ -183,7 +183,8 @@ def test_command():
     assert "Megatron-Core   --recompute-granularity selective" in text
     linked = CliRunner().invoke(app, ["policy", *shape, "--memory", "20GB", "--link", "50GB/s", "--json"])
     copied = json.loads(linked.stdout)
-    assert copied["policy"]["offload"] == copied["offloadable"] > 0
+    assert 0 < copied["policy"]["offload"] <= copied["offloadable"] <= 32
+    assert copied["policy"]["added_flops"] == 0
     assert copied["layers"][0] == "offload"
     refused = CliRunner().invoke(app, ["policy", *shape, "--memory", "1GB"])
     assert refused.exit_code == 1
