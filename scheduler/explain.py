@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 _GB: Final = 10**9
+_BINDS: Final = "The budget binds"
 _AWAY: Final = (Action.RECOMPUTED, Action.OFFLOADED)
 
 
@@ -101,14 +102,18 @@ class Explanation:
         """As text: totals, one paragraph per kept or recomputed tensor, the peak, the price of memory."""
         totals = ", ".join(f"{format_bytes(self.total(a))} {a.value}" for a in Action if self.total(a))
         lines = [f"{self.path or '(model)'}: {totals or 'no activations'}"]
+        before = ""
         for t in self.tensors:
             d = t.decision
             if d.action is Action.TEMPORARY:
                 continue
-            where = f", {t.source}" if t.source else ""
+            where = f", {'/'.join(t.source.split('/')[-2:])}" if t.source else ""
             lines.append(f"  {d.name} ({t.target} in {d.module_path or '(model)'}{where}), {format_bytes(d.bytes)}:")
             lines.append(f"    {d.action.value}: {d.reason}.")
-            lines += [f"    {sentence}" for sentence in (t.copies, t.binding) if sentence]
+            binds_at = t.tightest_op if t.binding.startswith(_BINDS) else ""
+            binding = f"{_BINDS} there too." if binds_at and binds_at == before else t.binding
+            lines += [f"    {sentence}" for sentence in (t.copies, binding) if sentence]
+            before = binds_at
         temporary = sum(t.decision.action is Action.TEMPORARY for t in self.tensors)
         if temporary:
             lines.append(f"  {temporary} more are temporary: gone before the backward.")
@@ -214,7 +219,7 @@ def _explained(plan: Plan, decision: Decision, away: list[tuple[int, int]]) -> T
     size = format_bytes(decision.bytes)
     if decision.bytes > headroom:
         binding = (
-            f"The budget binds: while {place} runs, {format_bytes(headroom)} of it are free, and keeping this would "
+            f"{_BINDS}: while {place} runs, {format_bytes(headroom)} of it are free, and keeping this would "
             f"take {size}."
         )
     else:
