@@ -34,8 +34,8 @@ addEventListener("load", () => {
   const rows = [...document.querySelectorAll("#modules tbody tr")];
   const visible = () => rows.filter(r => !r.hidden).map(r => r.dataset.path);
   found.before = visible();
-  document.querySelector("button[aria-label='expand h']").click(); found.expanded = visible();
-  document.querySelector("button[aria-label='expand (model)']").click(); found.collapsed = visible();
+  document.querySelector("button[aria-label='expand h']")?.click(); found.expanded = visible();
+  document.querySelector("button[aria-label='expand (model)']")?.click(); found.collapsed = visible();
   canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -1, ...place(400) }));
   found.zoomed = view[1] - view[0];
   document.getElementById("all").click(); found.whole = view[1] - view[0];
