@@ -23,7 +23,7 @@ SHRINK, AT_MOST = 5.0, 0.05
 
 
 def main() -> None:
-    options = arguments(__doc__, layers=24, device="a100")
+    options = arguments(__doc__, layers=12, device="a100")
     columns = (
         *("shape", "at the memory of", "of keep-all", "its operations %", "its time %"),
         *("plan's operations %", "plan's time %", "gap %"),

@@ -22,6 +22,7 @@ from scheduler.policy import (
     torch_lines,
     uniform,
 )
+from scheduler.policy_ops import op_level_rows
 
 GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}
 MT_NLG = {"layers": 105, "hidden": 20480, "heads": 128, "seq": 2048}
@@ -189,3 +190,16 @@ def test_command():
     refused = CliRunner().invoke(app, ["policy", *shape, "--memory", "1GB"])
     assert refused.exit_code == 1
     assert "No policy fits" in refused.stdout
+
+
+def test_op_level_plans_are_no_slower_at_the_same_memory():
+    model = Transformer(layers=8, hidden=256, heads=8, seq=256)
+    selective, full, fifth = op_level_rows(model, "a100", layers=8)
+    assert 1 > selective.share > full.share > 0
+    assert fifth.share == pytest.approx(0.2, abs=0.01)
+    for row in (selective, full):
+        assert row.plan_time <= row.strategy_time
+        assert row.strategy_flops > 0
+    step = 3 * model.forward_flops()
+    assert full.strategy_flops == pytest.approx(model.added_flops(Level.FULL) / step, rel=0.1)
+    assert selective.strategy_flops <= model.added_flops(Level.SELECTIVE) / step
