@@ -72,6 +72,7 @@ class Storage:
         kind: what it is for; decides whether it is static and whether it lives to the end of the step.
         producer: index of the op that writes it, or ``None`` for a static storage.
         module_path: dotted path of the module that allocates it, ``""`` for the root or where unknown.
+        pinned: why a plan may not copy it to the host, empty where it may; not part of the fingerprint.
 
     """
 
@@ -81,6 +82,7 @@ class Storage:
     kind: StorageKind
     producer: int | None
     module_path: str = ""
+    pinned: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ class TrainingGraph:
             "name": self.name,
             "forward_ops": self.forward_ops,
             "storages": [[s.name, s.bytes, s.kind.value, s.producer, s.module_path] for s in self.storages],
+            "pinned": [[s.index, s.pinned] for s in self.storages if s.pinned],
             "ops": [
                 [
                     o.name,
@@ -234,8 +237,9 @@ class TrainingGraph:
                 f"graph has schema_version {data.get('schema_version')!r}; this version reads {SCHEMA_VERSION}"
             )
         try:
+            pinned = dict(data.get("pinned", ()))  # absent in graphs of versions without
             storages = tuple(
-                Storage(i, name, size, StorageKind(kind), producer, module_path)
+                Storage(i, name, size, StorageKind(kind), producer, module_path, pinned.get(i, ""))
                 for i, (name, size, kind, producer, module_path) in enumerate(data["storages"])
             )
             ops = tuple(

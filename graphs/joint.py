@@ -20,13 +20,16 @@ from torch import fx
 from graphs import recomputability
 from graphs._torch import OpOverload, schema_of, storage_identity
 from graphs.accumulation import add_gradients_in_place
+from graphs.constraints import Constraints, is_from_user
 from graphs.draws import draw_in_memory_order
 from graphs.errors import UnsupportedModelError
 from graphs.fakes import correct_fake_results
 from graphs.ir import Op, Phase, Storage, StorageKind, TrainingGraph
+from graphs.marks import take_marks
 from graphs.modules import module_path_of, source_of
 from graphs.mutations import insert_snapshots
 from graphs.phases import has_effect, is_tangent, split_phases
+from graphs.pins import apply_marks, pin_what_changes
 
 #: The caching allocator of CUDA hands out multiples of this many bytes.
 CUDA_ALLOCATION_BYTES: Final = 512
@@ -50,6 +53,7 @@ class Capture:
         snapshots: for each snapshot op the placeholder of the static tensor that it copies.
         overwritten_inputs: positions of the primals that the step writes to.
         device: the device whose memory is scheduled.
+        unused_constraints: the user's patterns that match no op.
 
     """
 
@@ -63,6 +67,7 @@ class Capture:
     snapshots: Mapping[int, fx.Node]
     overwritten_inputs: tuple[int, ...]
     device: torch.device
+    unused_constraints: tuple[str, ...] = ()
 
     @property
     def tangents_op(self) -> int:
@@ -120,7 +125,7 @@ def capture_from_joint(
     input_kinds: Sequence[StorageKind],
     device: torch.device,
     module_names: Iterable[str] = (),
-    never_recompute: Sequence[str] = (),
+    constraints: Constraints = Constraints(),  # noqa: B008 - frozen
     held_gradients: Mapping[str, int] = MappingProxyType({}),
     name: str = "",
 ) -> Capture:
@@ -132,7 +137,7 @@ def capture_from_joint(
         input_kinds: for each primal, in order, whether it is a parameter, a buffer or an input.
         device: whose memory is scheduled; storages elsewhere count 0 bytes.
         module_names: names from ``named_modules()``, to read module paths by.
-        never_recompute: patterns of op names and module paths that must run once.
+        constraints: what a plan must not do with some tensors; the marks in the graph say it of others.
         held_gradients: bytes of gradients that autograd holds beside the backward, by name.
         name: for messages.
 
@@ -147,7 +152,7 @@ def capture_from_joint(
         num_forward_outputs,
         device,
         frozenset(module_names),
-        tuple(never_recompute),
+        constraints,
         held_gradients=held_gradients,
     )
     return builder.build(input_kinds, name)
@@ -162,14 +167,15 @@ class _Builder:
         num_forward_outputs: int,
         device: torch.device,
         module_names: frozenset[str],
-        never_recompute: tuple[str, ...],
+        constraints: Constraints,
         *,
         held_gradients: Mapping[str, int],
     ) -> None:
         self.joint = joint
         self.device = device
         self.module_names = module_names
-        self.never_recompute = never_recompute
+        self.constraints = constraints
+        self.unused = set(constraints.labels())
         self.held_gradients = held_gradients
         outputs = joint.graph.output_node().args[0]
         assert isinstance(outputs, list | tuple)
@@ -186,6 +192,7 @@ class _Builder:
 
     def build(self, input_kinds: Sequence[StorageKind], name: str) -> Capture:
         """Run the pass."""
+        marks = take_marks(self.joint)
         snapshot_nodes, overwritten = insert_snapshots(self.joint, self.forward_outputs)
         self.joint.graph.eliminate_dead_code(has_effect)
         forward, backward = split_phases(self.joint.graph, self.forward_outputs)
@@ -203,6 +210,8 @@ class _Builder:
         for node in backward:
             self._visit(node, Phase.BACKWARD, snapshot_nodes)
         self._mark_results()
+        apply_marks(marks, self.ops, self.storages, self.by_identity)
+        pin_what_changes(self.nodes, self.snapshots, self.ops, self.storages, self.storage_of)
         graph = TrainingGraph(tuple(self.ops), tuple(self.storages), forward_ops, name)
         return Capture(
             graph=graph,
@@ -215,6 +224,7 @@ class _Builder:
             snapshots=self.snapshots,
             overwritten_inputs=tuple(i for i, node in enumerate(primals) if node in overwritten),
             device=self.device,
+            unused_constraints=tuple(label for label in self.constraints.labels() if label in self.unused),
         )
 
     def _visit(self, node: fx.Node, phase: Phase, snapshot_nodes: Mapping[fx.Node, fx.Node]) -> None:
@@ -243,7 +253,12 @@ class _Builder:
         for container in node.all_input_nodes:  # an op that takes a whole list of views
             if container not in self.storage_of:
                 inputs.update(self.by_identity[storage_identity(t)] for t in tensors_of(container.meta.get("val")))
-        reason = recomputability.reason_not_recomputable(node, path, self.never_recompute)
+        names, is_forward = recomputability.names_of(node), phase is Phase.FORWARD
+        self.unused -= self.constraints.used(names, path)
+        reason = recomputability.reason_not_recomputable(node) or self.constraints.why_once(
+            names, path, forward=is_forward
+        )
+        pinned = self.constraints.why_here(names, path) if is_forward else ""
         if node in self.added_to:
             reason = "another gradient is added to its result"
         if node in snapshot_nodes:
@@ -275,7 +290,7 @@ class _Builder:
             if identity not in self.by_identity:
                 label = node.name if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{position}]"
                 size = storage_bytes(value, self.device, elements=reduced_elements(node))
-                self.by_identity[identity] = self._new_storage(label, size, StorageKind.ACTIVATION, path)
+                self.by_identity[identity] = self._new_storage(label, size, StorageKind.ACTIVATION, path, pinned)
                 outputs.append(self.by_identity[identity])
         self._append(
             Op(
@@ -297,9 +312,9 @@ class _Builder:
         self.ops.append(op)
         self.nodes.append(node)
 
-    def _new_storage(self, name: str, size: int, kind: StorageKind, path: str) -> int:
+    def _new_storage(self, name: str, size: int, kind: StorageKind, path: str, pinned: str = "") -> int:
         """Add a storage that the next op produces."""
-        self.storages.append(Storage(len(self.storages), name, size, kind, len(self.ops), path))
+        self.storages.append(Storage(len(self.storages), name, size, kind, len(self.ops), path, pinned))
         return len(self.storages) - 1
 
     def _add_static(self, node: fx.Node, kind: StorageKind) -> None:
@@ -365,7 +380,7 @@ class _Builder:
                 if storage.kind is not StorageKind.OUTPUT:
                     self.storages[storage.index] = dataclasses.replace(storage, kind=kind)
                 producer = self.ops[storage.producer]
-                if kind is StorageKind.OUTPUT and producer.recomputable:
+                if kind is StorageKind.OUTPUT and (producer.recomputable or is_from_user(producer.reason)):
                     self.ops[producer.index] = dataclasses.replace(
                         producer, recomputable=False, reason=f"makes {storage.name}, which the caller holds"
                     )

@@ -34,7 +34,10 @@ def module_path_of(node: fx.Node, module_names: AbstractSet[str]) -> str:
     return "" if module_names else ".".join(parts[1:])
 
 
-def source_of(node: fx.Node) -> str:
-    """``file:line`` of the innermost frame of the user's code that a node was traced from, or ``""``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+def source_of(node: fx.Node, *, skip: str = "") -> str:
+    """``file:line`` of the innermost frame of the user's code that a node was traced from, or ``""``.
+
+    Frames of the file ``skip`` do not count.
+    """
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if f[0] != skip]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

@@ -7,9 +7,6 @@ not.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -64,26 +61,20 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and schema_of(target).is_mutable
 
 
-def reason_not_recomputable(node: fx.Node, module_path: str, never_recompute: Sequence[str]) -> str:
-    """Why an op must not run twice, or ``""`` where it may.
-
-    Args:
-        node: call_function node of the joint graph.
-        module_path: dotted path of its module.
-        never_recompute: the user's patterns (shell style), matched against the op's name (``aten.mm.default``,
-            ``aten.mm`` or ``mm``) and the module path (a module's pattern covers what is inside it).
-
-    """
+def names_of(node: fx.Node) -> tuple[str, ...]:
+    """What a user may call an op: ``aten.mm.default``, ``aten.mm`` or ``mm``."""
     target = node.target
-    name = str(target)
     if not isinstance(target, OpOverload):
-        return f"{name} is not an operator with a schema: it may have side effects"
-    base = schema_of(target).name.split("::")[-1]
-    candidates = (name, name.rsplit(".", 1)[0], base)
-    for pattern in never_recompute:
-        inside = fnmatch.fnmatchcase(module_path, pattern) or fnmatch.fnmatchcase(module_path, pattern + ".*")
-        if inside or any(fnmatch.fnmatchcase(candidate, pattern) for candidate in candidates):
-            return f"never_recompute={pattern!r}"
+        return (str(target),)
+    return (str(target), str(target).rsplit(".", 1)[0], schema_of(target).name.split("::")[-1])
+
+
+def reason_not_recomputable(node: fx.Node) -> str:
+    """Why an op (a call_function node of the joint graph) must not run twice, or ``""`` where it may."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return f"{target} is not an operator with a schema: it may have side effects"
+    name, _, base = names_of(node)
     selects = base in SELECTION_OPS or (base in ("max", "min") and len(schema_of(target).returns) > 1)
     rules = (
         (is_mutating(node), "writes to its argument"),

@@ -5,6 +5,7 @@
 """
 
 from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
+from graphs.marks import mark
 from scheduler.api import graphs_of, minimum_budget, plan, plan_of, schedule, unschedule
 from scheduler.eager_offload import offload_activations
 from scheduler.errors import BudgetError, Infeasible, PlanFormatError, PlanMismatch
@@ -25,6 +26,7 @@ __all__ = [
     "PlanMismatch",
     "UnsupportedModelError",
     "graphs_of",
+    "mark",
     "measure_peak",
     "minimum_budget",
     "offload_activations",

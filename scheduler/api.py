@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphs.capture import fake_step
+from graphs.constraints import Constraints
 from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
 from graphs.links import Link, parse_link
@@ -38,7 +39,9 @@ def schedule(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     costs: str | Costs = "profiled",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
     dynamic: str | None = None,
     allow_graph_breaks: bool = False,
     offload: bool | str = False,
@@ -71,7 +74,10 @@ def schedule(
         gap: relative gap to the proven lower bound at which solving may stop.
         costs: ``"profiled"``: each distinct op is timed once on the device, one at a time, and remembered on disk;
             ``"roofline"``: estimated; or a :class:`graphs.ir.Costs` of the same step.
-        never_recompute: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``) that must run once.
+        keep: patterns of op names (``"aten.mm"``) or module paths (``"encoder.*"``): what these ops make in the
+            forward stays on the device from its production to its last use. :func:`scheduler.mark` says it of a tensor.
+        never_recompute: patterns of ops that must run once; what they make may be copied to the host.
+        never_offload: patterns of ops whose results must not be copied to the host; they may run again.
         dynamic: ``None``: each new input shape is captured and solved once, and remembered; a warning says so at the
             eighth. ``"bucket"``: a new shape is captured once, and a schedule that was found for another shape serves
             it where the ops are the same and a replay shows that it fits the budget: keeping everything first, then the
@@ -90,8 +96,8 @@ def schedule(
         link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``:
             that of the device, measured once. On the CPU, threads copy at the stated bandwidth.
         host_budget_gb: most bytes of copies, as ``budget_gb``; ``None``: half of the host's free memory.
-        plan: a saved plan to run instead of solving; its graph must be this step's. With ``dynamic="bucket"`` it is
-            the first schedule that is known.
+        plan: a saved plan to run instead of solving; its graph must be this step's. Where no patterns are given here,
+            those that it was made under hold. With ``dynamic="bucket"`` it is the first schedule that is known.
 
     Returns:
         ``model`` itself. ``model.plan``, ``model.forward_graph`` and ``model.backward_graph`` hold what was planned
@@ -113,7 +119,7 @@ def schedule(
         time_limit_s=time_limit_s,
         gap=gap,
         costs=costs,
-        never_recompute=_patterns(never_recompute),
+        constraints=_constraints(keep, never_recompute, never_offload, plan),
         dynamic=dynamic,
         allow_graph_breaks=allow_graph_breaks,
         offload=offload,
@@ -176,7 +182,9 @@ def plan(
     time_limit_s: float = 60.0,
     gap: float = 0.005,
     costs: str | Costs = "roofline",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
     offload: bool | str = False,
     link: str | Link | None = None,
     host_budget_gb: float | str | None = None,
@@ -198,7 +206,9 @@ def plan(
         time_limit_s: as in :func:`schedule`.
         gap: as in :func:`schedule`.
         costs: ``"roofline"``, ``"profiled"`` (on this machine's CPU) or costs of the same step.
+        keep: as in :func:`schedule`.
         never_recompute: as in :func:`schedule`.
+        never_offload: as in :func:`schedule`.
         offload: as in :func:`schedule`.
         link: as in :func:`schedule`, and always to be stated.
         host_budget_gb: as in :func:`schedule`.
@@ -216,7 +226,7 @@ def plan(
         gap=gap,
         costs=costs,
         device_spec=device,
-        never_recompute=_patterns(never_recompute),
+        constraints=_constraints(keep, never_recompute, never_offload),
         offload=offload,
         link=None if link is None else parse_link(link),
         host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
@@ -244,7 +254,9 @@ def minimum_budget(
     optimizer: torch.optim.Optimizer | None = None,
     time_limit_s: float = 60.0,
     costs: str | Costs = "roofline",
+    keep: Sequence[str] = (),
     never_recompute: Sequence[str] = (),
+    never_offload: Sequence[str] = (),
     offload: bool | str = False,
     link: str | Link | None = None,
     host_budget_gb: float | str | None = None,
@@ -262,7 +274,9 @@ def minimum_budget(
         optimizer: counted with its state.
         time_limit_s: bound on the search, in seconds.
         costs: as in :func:`plan`.
+        keep: as in :func:`schedule`.
         never_recompute: as in :func:`schedule`.
+        never_offload: as in :func:`schedule`.
         offload: as in :func:`schedule`: the least budget with copies to the host.
         link: as in :func:`plan`.
         host_budget_gb: as in :func:`schedule`.
@@ -282,7 +296,9 @@ def minimum_budget(
         device=device,
         optimizer=optimizer,
         costs=costs,
+        keep=keep,
         never_recompute=never_recompute,
+        never_offload=never_offload,
         offload=offload,
         link=link,
         host_budget_gb=host_budget_gb,
@@ -313,10 +329,15 @@ def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:
     return loss_fn
 
 
-def _patterns(never_recompute: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(never_recompute, str) or not all(isinstance(p, str) for p in never_recompute):
-        raise TypeError(f"never_recompute takes a sequence of patterns, and got {never_recompute!r}")
-    return tuple(never_recompute)
+def _constraints(
+    keep: Sequence[str], never_recompute: Sequence[str], never_offload: Sequence[str], given: Plan | None = None
+) -> Constraints:
+    """The user's constraints: those of a given plan where there are none here."""
+    for kind, patterns in (("keep", keep), ("never_recompute", never_recompute), ("never_offload", never_offload)):
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"{kind} takes a sequence of patterns, and got {patterns!r}")
+    chosen = Constraints(keep=tuple(keep), never_recompute=tuple(never_recompute), never_offload=tuple(never_offload))
+    return given.constraints if isinstance(given, Plan) and not chosen else chosen
 
 
 def _attachment(model: nn.Module) -> Attachment:

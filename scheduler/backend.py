@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphs._torch import autocast_depth
 from graphs.casts import cast_regions, changed_by_autocast, share_casts
+from graphs.constraints import KINDS, Constraints
 from graphs.errors import UnsupportedModelError
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
@@ -200,11 +201,13 @@ class _Compilation:
             input_kinds=input_kinds(joint, self.example_inputs, backend.parts),
             device=device,
             module_names=[name for name, _ in backend.module.named_modules()] if backend.module is not None else (),
-            never_recompute=backend.settings.never_recompute,
+            constraints=backend.settings.constraints,
             held_gradients=held_gradients(self.gm, joint, self.secondary, device),
             name=type(backend.module).__name__ if backend.module is not None else "graph",
         )
         del joint_inputs
+        if capture.unused_constraints and backend.pieces is None:
+            logger.warning("%s: no op matches %s", capture.graph.name, ", ".join(capture.unused_constraints))
         plan = backend.given
         if plan is None:
             plan = self._plan(capture, device)
@@ -319,11 +322,14 @@ def checkpoint_scheduler(
     Args:
         gm: graph captured by Dynamo.
         example_inputs: its inputs.
-        options: ``budget_gb`` and any field of :class:`scheduler.planner.Settings`.
+        options: ``budget_gb``, ``keep``, ``never_recompute``, ``never_offload`` and any field of
+            :class:`scheduler.planner.Settings`.
 
     """
     chosen = dict(options or {})
     budget = chosen.pop("budget_gb", None)
+    constraints = Constraints.from_dict({kind: chosen.pop(kind) for kind in KINDS if kind in chosen})
+    chosen.setdefault("constraints", constraints)
     settings = Settings(budget_bytes=None if budget is None else parse_budget(budget), **chosen)
     settings.check()
     if settings.dynamic is not None or settings.allow_graph_breaks:

@@ -53,6 +53,7 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         static_bytes: part of any budget that no schedule can lower (parameters, gradients, optimizer state, inputs).
         binding_op: name of the op that needs the most; empty where unknown.
         binding_module: dotted path of its module; empty for the root or where unknown.
+        constraints: those of the user's without which there is a plan within the budget, such as ``keep='*.mlp'``.
 
     """
 
@@ -66,6 +67,7 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         binding_op: str = "",
         binding_module: str = "",
         detail: str = "",
+        constraints: tuple[str, ...] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -74,14 +76,16 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         self.binding_op = binding_op
         self.binding_module = binding_module
         self.detail = detail
-        super().__init__(self._message())
+        self.constraints = tuple(constraints)
+        super().__init__(self.message())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the attributes, so that the error survives a trip between processes."""
         return (_rebuild_infeasible, (self.__dict__.copy(),))
 
-    def _message(self) -> str:
-        return " ".join(part for part in (*self._findings(), self.detail, self._remedy()) if part)
+    def message(self, option: str = "budget_gb=") -> str:
+        """The whole message, for a caller who sets the budget by ``option``."""
+        return " ".join(part for part in (*self._findings(), self.detail, self._remedy(option)) if part)
 
     def _findings(self) -> list[str]:
         bound, floor = self.floor_lower_bound_bytes, self.floor_bytes
@@ -104,11 +108,9 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
             parts.append(f"The op that binds is {self.binding_op}{where}.")
         return parts
 
-    def _remedy(self) -> str:
+    def _remedy(self, option: str) -> str:
         least = self.floor_bytes
-        raised = (
-            f"Raise the budget to budget_gb={budget_that_covers(least)}" if least is not None else "Raise the budget"
-        )
+        raised = "Raise the budget" if least is None else f"Raise the budget to {option}{budget_that_covers(least)}"
         return f"{raised}, use a smaller batch or shorter sequences, or lower what is static."
 
 

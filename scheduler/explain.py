@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 _GB: Final = 10**9
+_BINDS: Final = "The budget binds"
 _AWAY: Final = (Action.RECOMPUTED, Action.OFFLOADED)
 
 
@@ -101,17 +102,21 @@ class Explanation:
         """As text: totals, one paragraph per kept or recomputed tensor, the peak, the price of memory."""
         totals = ", ".join(f"{format_bytes(self.total(a))} {a.value}" for a in Action if self.total(a))
         lines = [f"{self.path or '(model)'}: {totals or 'no activations'}"]
+        before = ""
         for t in self.tensors:
             d = t.decision
             if d.action is Action.TEMPORARY:
                 continue
-            where = f", {t.source}" if t.source else ""
+            where = f", {'/'.join(t.source.split('/')[-2:])}" if t.source else ""
             lines.append(f"  {d.name} ({t.target} in {d.module_path or '(model)'}{where}), {format_bytes(d.bytes)}:")
             lines.append(f"    {d.action.value}: {d.reason}.")
-            lines += [f"    {sentence}" for sentence in (t.copies, t.binding) if sentence]
+            binds_at = t.tightest_op if t.binding.startswith(_BINDS) else ""
+            binding = f"{_BINDS} there too." if binds_at and binds_at == before else t.binding
+            lines += [f"    {sentence}" for sentence in (t.copies, binding) if sentence]
+            before = binds_at
         temporary = sum(t.decision.action is Action.TEMPORARY for t in self.tensors)
         if temporary:
-            lines.append(f"  {temporary} more are temporary: gone before the backward needs anything of them.")
+            lines.append(f"  {temporary} more are temporary: gone before the backward.")
         lines.append(self.peak)
         if self.price is not None:
             lines.append(self.price.sentence())
@@ -134,16 +139,26 @@ def explain(
         ValueError: no module of the step has this path. The message suggests the nearest.
 
     """
-    graph = plan.graph
-    chosen = [d for d in plan.decisions if _in_forward(plan, d) and under(d.module_path, path)]
-    if not chosen and not any(under(op.module_path, path) for op in graph.ops):
-        raise ValueError(_unknown(plan, path))
+    chosen = decisions_of(plan, path)
     away = _absences(plan, {d.storage for d in chosen if d.action in _AWAY})
     tensors = tuple(
         dataclasses.replace(_explained(plan, d, away.get(d.storage, [])), copies=_copies_of(plan, d)) for d in chosen
     )
     bought = shadow_price(plan, delta_bytes, time_limit_s=time_limit_s) if price else None
     return Explanation(path, tensors, _peak_sentence(plan), bought)
+
+
+def decisions_of(plan: Plan, path: str) -> list[Decision]:
+    """What the plan does with each activation made in the forward of a module, or of those that match a pattern.
+
+    Raises:
+        ValueError: no module of the step has this path. The message suggests the nearest.
+
+    """
+    chosen = [d for d in plan.decisions if _in_forward(plan, d) and under(d.module_path, path)]
+    if not chosen and not any(under(op.module_path, path) for op in plan.graph.ops):
+        raise ValueError(_unknown(plan, path))
+    return chosen
 
 
 def under(module_path: str, path: str) -> bool:
@@ -204,7 +219,7 @@ def _explained(plan: Plan, decision: Decision, away: list[tuple[int, int]]) -> T
     size = format_bytes(decision.bytes)
     if decision.bytes > headroom:
         binding = (
-            f"The budget binds: while {place} runs, {format_bytes(headroom)} of it are free, and keeping this would "
+            f"{_BINDS}: while {place} runs, {format_bytes(headroom)} of it are free, and keeping this would "
             f"take {size}."
         )
     else:

@@ -7,28 +7,26 @@ on one machine, saved, looked at on a second and run on a third.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from graphs.ir import Costs, Op, Storage, TrainingGraph
+from graphs.constraints import Constraints
+from graphs.ir import Costs, TrainingGraph
 from graphs.links import Link
+from scheduler import saved
 from scheduler.decisions import Action, Decision, boundary_of, decide
-from scheduler.errors import PlanFormatError, PlanMismatch
-from scheduler.export.files import write_whole
+from scheduler.differences import changed_versions, first_difference
+from scheduler.errors import PlanMismatch
 from scheduler.report.host import HostUse, host_use
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
 from solvers.simulate import Simulation, simulate
-from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
+from solvers.solution import Compute, Free, Offload, Solution, Status, Step
 from solvers.store_all import store_all_steps
-from solvers.validate import validate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,11 +34,9 @@ if TYPE_CHECKING:
 
     from scheduler.explain import Explanation
     from scheduler.export.modules import Applied
+    from scheduler.replan import Sweep
 
 __all__ = ["Action", "Category", "Decision", "Plan", "Sample"]
-
-SCHEMA_VERSION: Final = 1
-_FORMAT: Final = "checkpoint-scheduler plan"
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,7 +74,7 @@ class Plan:
         assumptions: what the figures rest on, a sentence each.
         link: what copies to the host and back; ``None`` where the plan was made without.
         host_bytes: the most bytes of copies on the host.
-        never_copied: storages, numbered as in :attr:`problem`, that must not be copied: their bytes change later.
+        constraints: the user's patterns that it was made under. Running the plan captures the step with the same.
 
     Raises:
         ValueError: the solution has no steps (its status says why), or the costs are not those of the graph.
@@ -95,7 +91,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     link: Link | None = None
     host_bytes: int = 0
-    never_copied: frozenset[int] = frozenset()
+    constraints: Constraints = dataclasses.field(default_factory=Constraints)
     _measurement: _Measurement = dataclasses.field(default_factory=_Measurement, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -197,7 +193,7 @@ class Plan:
         """The scheduling problem that the solution answers. Without a budget: with one that keeping all just fits."""
         static = self.static_bytes
         problem = Problem.from_graph(self.graph, self.costs, self.budget_bytes or 0, static_bytes=static)
-        movable = Problem.movable_of(self.graph) - self.never_copied
+        movable = Problem.movable_of(self.graph)
         problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
@@ -260,10 +256,17 @@ class Plan:
 
         """
         if graph.fingerprint != self.graph.fingerprint:
+            changes = changed_versions(self.versions)
+            made = f" It was made with {changes}." if changes else ""
             raise PlanMismatch(
-                f"the plan was made for another training step: {_first_difference(self.graph, graph)}. "
+                f"the plan was made for another training step: {first_difference(self.graph, graph)}. "
                 "Plan again, or run it with the model, batch shapes, dtypes and torch version it was made for."
+                f"{made}"
             )
+        moved = {step.storage for step in self.graph_steps if isinstance(step, Offload)}
+        for storage in graph.storages:
+            if storage.pinned and storage.index in moved:
+                raise PlanMismatch(f"the plan copies {storage.name} to the host, which it may not: {storage.pinned}")
 
     def summary(self, width: int | None = None) -> str:
         """The plan as text: headline figures, then a table per module with repeated layers folded.
@@ -276,7 +279,7 @@ class Plan:
 
         return render_summary(self, width)
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot_memory(self, ax: Axes | None = None) -> Axes:
         """Draw live bytes over the time of the step, and return the Axes.
 
         Args:
@@ -289,6 +292,27 @@ class Plan:
         from scheduler.report.plots import plot_plan
 
         return plot_plan(self, ax)
+
+    plot = plot_memory
+
+    def plot_modules(self, ax: Axes | None = None) -> Axes:
+        """Draw what each module keeps, recomputes and offloads, and the time that adds; as :meth:`plot_memory`."""
+        from scheduler.report.module_plot import plot_modules
+
+        return plot_modules(self, ax)
+
+    def plot_sweep(self, ax: Axes | None = None, *, sweep: Sweep | None = None) -> Axes:
+        """Draw the trade-off between memory and time of this plan's step; as :meth:`plot_memory`.
+
+        Args:
+            ax: where to draw.
+            sweep: what to draw; ``None`` solves the step at 15 budgets first (see :func:`scheduler.replan.sweep`).
+
+        """
+        from scheduler.replan import sweep as sweep_plan
+        from scheduler.report.sweep_plot import plot_sweep
+
+        return plot_sweep(sweep or sweep_plan(self), ax)
 
     def explain(self, path: str, *, price: bool = True) -> Explanation:
         """What happens to each tensor of a module and why; see :func:`scheduler.explain.explain`."""
@@ -309,30 +333,8 @@ class Plan:
         return apply_modules(self, model)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready form, with ``schema_version``."""
-        solution = {f.name: getattr(self.solution, f.name) for f in dataclasses.fields(Solution)}
-        return {
-            "format": _FORMAT,
-            "schema_version": SCHEMA_VERSION,
-            "device": self.device,
-            "versions": dict(self.versions),
-            "assumptions": list(self.assumptions),
-            "budget_bytes": self.budget_bytes,
-            "measured_peak_bytes": self.measured_peak_bytes,
-            "static": dict(self.static),
-            "link": None if self.link is None else self.link.as_dict(),
-            "host_bytes": self.host_bytes,
-            "never_copied": sorted(self.never_copied),
-            "fingerprint": self.graph.fingerprint,
-            "solution": solution | {"status": self.status.value, "steps": [_pack(step) for step in solution["steps"]]},
-            "costs": {
-                "device": self.costs.device,
-                "source": self.costs.source,
-                "time_ns": list(self.costs.time_ns),
-                "workspace_bytes": list(self.costs.workspace_bytes),
-            },
-            "graph": self.graph.to_dict(),
-        }
+        """Plain JSON-ready form, with ``schema_version``; ``plan.schema.json`` of this package describes it."""
+        return saved.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -342,53 +344,11 @@ class Plan:
             PlanFormatError: not a plan, another schema version, a missing field, or contents that do not match.
 
         """
-        if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
-            raise PlanFormatError("not a plan saved by this package")
-        if data.get("schema_version") != SCHEMA_VERSION:
-            raise PlanFormatError(
-                f"the plan has schema_version {data.get('schema_version')!r} and this version of the package reads "
-                f"{SCHEMA_VERSION}: plan again, or use the version that saved it"
-            )
-        try:
-            plan = cls._from_fields(data)
-            validate(plan.problem, plan.solution)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise PlanFormatError(f"the plan is damaged: {error!r}") from error
-        if plan.graph.fingerprint != data["fingerprint"]:
-            raise PlanFormatError("the plan is damaged: its graph does not have the fingerprint that was saved with it")
-        return plan
-
-    @classmethod
-    def _from_fields(cls, data: Mapping[str, Any]) -> Self:
-        solution, costs = data["solution"], data["costs"]
-        plan = cls(
-            graph=TrainingGraph.from_dict(data["graph"]),
-            costs=Costs(
-                time_ns=tuple(costs["time_ns"]),
-                workspace_bytes=tuple(costs["workspace_bytes"]),
-                device=costs["device"],
-                source=costs["source"],
-            ),
-            solution=Solution(
-                **solution
-                | {"status": Status(solution["status"]), "steps": tuple(_unpack(step) for step in solution["steps"])}
-            ),
-            budget_bytes=data["budget_bytes"],
-            static=data["static"],
-            device=data["device"],
-            versions=data["versions"],
-            assumptions=tuple(data["assumptions"]),
-            link=Link(**data["link"]) if data.get("link") else None,  # absent in plans of versions without
-            host_bytes=data.get("host_bytes", 0),
-            never_copied=frozenset(data.get("never_copied", ())),
-        )
-        if data["measured_peak_bytes"] is not None:
-            plan.record_measured_peak(data["measured_peak_bytes"])
-        return plan
+        return saved.from_dict(cls, data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. The file appears whole or not at all; an earlier one is replaced."""
-        write_whole(path, json.dumps(self.to_dict(), separators=(",", ":")).encode())
+        saved.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -399,60 +359,4 @@ class Plan:
             OSError: it cannot be read.
 
         """
-        raw = pathlib.Path(path).read_bytes()
-        try:
-            data = json.loads(raw)
-        except ValueError as error:
-            raise PlanFormatError(f"{path} is not a saved plan: it is not JSON ({error})") from error
-        try:
-            return cls.from_dict(data)
-        except PlanFormatError as error:
-            raise PlanFormatError(f"{path}: {error}") from error
-
-
-def _pack(step: Step) -> list[str | int]:
-    return [type(step).__name__.lower(), step.op if isinstance(step, Compute) else step.storage]
-
-
-def _unpack(packed: list[Any]) -> Step:
-    name, index = packed[0], int(packed[1])
-    match name:
-        case "compute":
-            return Compute(index)
-        case "free":
-            return Free(index)
-        case "offload":
-            return Offload(index)
-        case "prefetch":
-            return Prefetch(index)
-    raise ValueError(f"unknown step {name!r}")
-
-
-def _first_difference(planned: TrainingGraph, given: TrainingGraph) -> str:
-    """In words, the first thing in which two graphs of different fingerprint differ."""
-    for old, new in zip(planned.ops, given.ops, strict=False):
-        if (old.target, old.phase, old.recomputable) != (new.target, new.phase, new.recomputable):
-            return f"op {old.index} was {_describe_op(old)} and is {_describe_op(new)}"
-    if len(planned.ops) != len(given.ops):
-        extra = (
-            collections.Counter(o.target for o in given.ops) - collections.Counter(o.target for o in planned.ops)
-        ) or (collections.Counter(o.target for o in planned.ops) - collections.Counter(o.target for o in given.ops))
-        names = ", ".join(sorted(extra))
-        return f"it had {len(planned.ops)} ops and this one has {len(given.ops)} (the difference: {names})"
-    for before, after in zip(planned.storages, given.storages, strict=False):
-        if (before.bytes, before.kind, before.producer) != (after.bytes, after.kind, after.producer):
-            return f"storage {before.index} was {_describe_storage(before)} and is {_describe_storage(after)}"
-    for old, new in zip(planned.ops, given.ops, strict=True):
-        if (old.inputs, old.outputs) != (new.inputs, new.outputs):
-            return f"op {old.index}, {_describe_op(old)}, reads or makes other storages"
-    return f"it had {len(planned.storages)} storages and this one has {len(given.storages)}"
-
-
-def _describe_op(op: Op) -> str:
-    where = f" in {op.module_path}" if op.module_path else ""
-    return f"{op.target}{where} ({op.phase}{'' if op.recomputable else ', never run again'})"
-
-
-def _describe_storage(storage: Storage) -> str:
-    where = f" in {storage.module_path}" if storage.module_path else ""
-    return f"{storage.kind} {storage.name}{where} of {format_bytes(storage.bytes)}"
+        return saved.load(cls, path)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from graphs._torch import OpOverload, schema_of
+from graphs.constraints import Constraints
 from graphs.costs.devices import DeviceSpec, device_spec
 from graphs.costs.link import measured_link
 from graphs.costs.profiled import profiled
 from graphs.costs.roofline import roofline
-from graphs.ir import Costs, StorageKind
+from graphs.ir import Costs, StorageKind, TrainingGraph
 from graphs.joint import Capture
 from graphs.links import Link
+from scheduler.blame import blame
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
 from scheduler.plan import Plan
@@ -58,7 +59,7 @@ class Settings:
         gap: relative gap to the lower bound at which the solver may stop.
         costs: ``"profiled"`` (measured on the device), ``"roofline"`` (of ``device_spec``), or costs made elsewhere.
         device_spec: device of the roofline, by name or figures.
-        never_recompute: patterns of op names and module paths that must run once.
+        constraints: what a plan must not do with some tensors.
         dynamic: ``"bucket"``: a schedule that is known serves another shape where it fits; ``None``: each is solved.
         allow_graph_breaks: capture in several pieces what is not one graph.
         offload: whether storages may be copied to the host: ``False``, ``"auto"`` (where that is faster, and the
@@ -75,7 +76,7 @@ class Settings:
     gap: float = 0.005
     costs: str | Costs = "profiled"
     device_spec: str | DeviceSpec | None = None
-    never_recompute: tuple[str, ...] = ()
+    constraints: Constraints = dataclasses.field(default_factory=Constraints)
     dynamic: str | None = None
     allow_graph_breaks: bool = False
     offload: bool | str = False
@@ -129,11 +130,10 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
     solution = solver_of(settings).solve(problem)
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
-        raise infeasible(problem, solution)
+        raise infeasible(problem, solution, capture.graph)
     validate(problem, solution)
     plan = plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
-    fixed = frozenset() if problem.movable is None else Problem.movable_of(capture.graph) - problem.movable
-    return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes, never_copied=fixed)
+    return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes)
 
 
 def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Problem:
@@ -155,18 +155,7 @@ def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Pr
     host = settings.host_bytes
     if host is None:
         host = int(HOST_SHARE * free_bytes(torch.device("cpu")))
-    index = {storage: i for i, storage in enumerate(Problem.graph_storages(capture.graph))}
-    fixed = {index[s] for s in _never_copied(capture) if s in index}
-    return dataclasses.replace(problem.with_link(link, host), movable=Problem.movable_of(capture.graph) - fixed)
-
-
-def _never_copied(capture: Capture) -> Iterator[int]:
-    """Storages whose first bytes are not their last, and snapshots, which may be the static tensor itself."""
-    for op in capture.snapshots:
-        yield capture.graph.ops[op].outputs[0]
-    for node in capture.nodes:
-        if node is not None and isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
-            yield from (capture.storage_of[n] for n in (node, *node.all_input_nodes) if n in capture.storage_of)
+    return dataclasses.replace(problem.with_link(link, host), movable=Problem.movable_of(capture.graph))
 
 
 def transfers_of(capture: Capture, plan: Plan, slots: Sequence[Slot]) -> Transfers:
@@ -214,6 +203,7 @@ def plan_from(
             "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
         },
         assumptions=(*_assumptions(capture), *costs.notes, *notes),
+        constraints=settings.constraints,
     )
 
 
@@ -246,10 +236,11 @@ def solver_of(settings: Settings) -> Solver:
     return settings.solver
 
 
-def infeasible(problem: Problem, solution: Solution) -> Infeasible:
-    """The error that says how much a step needs at least, and which op binds."""
+def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> Infeasible:
+    """The error that says how much a step needs at least, which op binds, and which constraints of the user's do."""
     bound = floor_lower_bound(problem)
-
+    blamed = blame(problem, graph)
+    detail = "" if solution.floor_bytes is not None else solution.message
     return Infeasible(
         budget_bytes=problem.budget_bytes,
         static_bytes=problem.static_bytes,
@@ -257,7 +248,8 @@ def infeasible(problem: Problem, solution: Solution) -> Infeasible:
         floor_lower_bound_bytes=solution.floor_lower_bound_bytes or bound.bytes,
         binding_op=problem.op_names[bound.op],
         binding_module=problem.op_modules[bound.op],
-        detail="" if solution.floor_bytes is not None else solution.message,
+        detail=" ".join(part for part in (detail, blamed.sentence) if part),
+        constraints=blamed.binding,
     )
 
 

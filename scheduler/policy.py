@@ -16,6 +16,10 @@ A fused (flash) attention kernel never stores that term; it keeps a float32 per 
 Floating-point operations of a layer's forward are 24·b·s·h² + 4·b·s²·h (matrix products alone, causal masks counted in
 full, as in the paper); its backward takes twice as many. Recomputing the attention core adds 4·b·s²·h and recomputing
 the layer adds its forward.
+
+Copying a layer's activations to the host adds no operations. The copies of a micro-batch must leave while its forward
+runs (the backward takes twice as long, so that they come back in time): with a forward of T_f seconds per layer and a
+link of w bytes/s, at most layers · T_f · w / (bytes of a layer) layers can be copied without waiting.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 
 class Level(enum.StrEnum):
@@ -32,6 +37,7 @@ class Level(enum.StrEnum):
     NONE = "none"
     SELECTIVE = "selective"  # the attention core
     FULL = "full"  # all of it, from its input
+    OFFLOAD = "offload"  # nothing: all of it is copied to the host and back
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,8 @@ class Transformer:
     def layer_bytes(self, level: Level) -> int:
         """Activation bytes that one layer keeps for one micro-batch on one device."""
         sbh = self.seq * self.batch * self.hidden
+        if level is Level.OFFLOAD:
+            return 0
         if level is Level.FULL:
             return 2 * sbh
         t = self.tensor_parallel
@@ -118,6 +126,17 @@ class Transformer:
         if self.flash:
             return f"{linear} + 4·a·s·b{'/t' if split else ''}"
         return linear + (f" + 5·a·s²·b{'/t' if split else ''}" if level is Level.NONE else "")
+
+    def layers_copied_in_time(self, flops_per_s: float, bytes_per_s: float) -> int:
+        """Layers of a stage whose activations a link can take to the host while their forward computes.
+
+        Args:
+            flops_per_s: what a device sustains.
+            bytes_per_s: of the link, in each direction.
+
+        """
+        forward_s = self.stage_layers * self.forward_flops() / self.tensor_parallel / flops_per_s
+        return min(self.stage_layers, int(forward_s * bytes_per_s / self.layer_bytes(Level.NONE)))
 
     def outside_bytes(self) -> int:
         """Activations outside of the layers on the first stage (section 4.3 of the paper).
@@ -159,37 +178,49 @@ class Transformer:
 class Policy:
     """How many layers of a stage to recompute, and what it comes to on one device.
 
-    The layers run in the order full, selective, none: those that keep most are the last to run forward and the first
-    to be freed, which leaves room for rebuilding the others.
+    The layers run in the order offload, full, selective, none: those that keep most are the last to run forward and the
+    first to be freed, which leaves room for rebuilding the others; those that must come back have the longest time.
 
     Attributes:
         transformer: the model.
         full: layers of a stage that are recomputed as a whole.
         selective: layers whose attention core is recomputed.
+        offload: layers whose activations are copied to the host. One layer's bytes are set aside for copies in flight.
 
     """
 
     transformer: Transformer
     full: int
     selective: int
+    offload: int = 0
 
     @property
     def none(self) -> int:
         """Layers of a stage that keep everything."""
-        return self.transformer.stage_layers - self.full - self.selective
+        return self.transformer.stage_layers - self.full - self.selective - self.offload
 
     @property
     def levels(self) -> tuple[Level, ...]:
         """The level of each layer of a stage."""
-        return (Level.FULL,) * self.full + (Level.SELECTIVE,) * self.selective + (Level.NONE,) * self.none
+        return tuple(level for level, count in self._counts for _ in range(count))
+
+    @property
+    def _counts(self) -> tuple[tuple[Level, int], ...]:
+        """How many layers of each level, in the order in which they run."""
+        return (
+            (Level.OFFLOAD, self.offload),
+            (Level.FULL, self.full),
+            (Level.SELECTIVE, self.selective),
+            (Level.NONE, self.none),
+        )
 
     @functools.cached_property
     def activation_bytes(self) -> int:
         """Most activation bytes at once on the first stage: what is kept, and one layer that is being rebuilt."""
         model = self.transformer
         whole = model.layer_bytes(Level.NONE)
-        kept, most = model.outside_bytes(), model.outside_bytes()
-        for level, count in ((Level.FULL, self.full), (Level.SELECTIVE, self.selective), (Level.NONE, self.none)):
+        kept = most = model.outside_bytes() + (whole if self.offload else 0)
+        for level, count in self._counts:
             if count:
                 kept += count * model.pipeline_parallel * model.layer_bytes(level)
                 most = max(most, kept + whole - model.layer_bytes(level))
@@ -208,13 +239,38 @@ class Policy:
         return self.added_flops / self.transformer.step_flops()
 
 
-def best_policy(model: Transformer, memory_bytes: int) -> Policy | None:
-    """The policy with the least added operations whose activations fit, or ``None`` where none does."""
-    stage = model.stage_layers
+def best_policy(model: Transformer, memory_bytes: int, *, offloadable: int = 0) -> Policy | None:
+    """The policy with the least added operations whose activations fit, or ``None`` where none does.
+
+    Args:
+        model: the transformer.
+        memory_bytes: for activations.
+        offloadable: most layers of a stage to copy to the host (:meth:`Transformer.layers_copied_in_time`). Of equal
+            policies the one that copies least is taken.
+
+    """
+    without, most = _best_with(model, memory_bytes, 0), min(offloadable, model.stage_layers)
+    best = _best_with(model, memory_bytes, most) if most else None
+    if best is None or (without is not None and without.added_flops <= best.added_flops):
+        return without
+    low, high = 0, most  # the least count that does as well: more of them never need more memory
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _best_with(model, memory_bytes, middle)
+        if tried is not None and tried.added_flops <= best.added_flops:
+            high, best = middle, tried
+        else:
+            low = middle
+    return best
+
+
+def _best_with(model: Transformer, memory_bytes: int, offload: int) -> Policy | None:
+    """The same with exactly so many layers copied to the host."""
+    left = model.stage_layers - offload
     found: Policy | None = None
-    for full in range(stage + 1):
-        for selective in range(stage - full + 1) if Level.SELECTIVE in model.levels else (0,):
-            policy = Policy(model, full, selective)
+    for full in range(left + 1):
+        for selective in range(left - full + 1) if Level.SELECTIVE in model.levels else (0,):
+            policy = Policy(model, full, selective, offload)
             if found is not None and policy.added_flops >= found.added_flops:
                 break
             if policy.activation_bytes <= memory_bytes:
@@ -251,6 +307,18 @@ def megatron_flags(model: Transformer, memory_bytes: int) -> tuple[str, Policy |
     return " ".join([*parallel, *([flags] if flags else [])]), policy
 
 
+def megatron_offload(policy: Policy) -> str:
+    """Megatron-Core's configuration of a policy that only copies; empty for others: it does not do both.
+
+    Its own limit is all layers but one, without pipeline stages.
+    """
+    model = policy.transformer
+    if not policy.offload or policy.full or policy.selective or model.pipeline_parallel > 1:
+        return ""
+    count = min(policy.offload, model.layers - 1)
+    return f"TransformerConfig(cpu_offloading=True, cpu_offloading_weights=False, cpu_offloading_num_layers={count})"
+
+
 def huggingface_lines(model: Transformer, memory_bytes: int) -> tuple[str, ...]:
     """Python for transformers, whose layers are recomputed as a whole or not at all."""
     attention = "sdpa" if model.flash else "eager"
@@ -263,21 +331,25 @@ def huggingface_lines(model: Transformer, memory_bytes: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
+_TORCH: Final = {
+    Level.OFFLOAD: "with torch.autograd.graph.save_on_cpu(pin_memory=True):  # waits\n    {}: x = layer(x)",
+    Level.FULL: "{}: x = checkpoint(layer, x, use_reentrant=False)  # all of it",
+    Level.SELECTIVE: "{}: x = layer(x)  # with checkpoint(core_attention, q, k, v, use_reentrant=False) in it",
+    Level.NONE: "{}: x = layer(x)",
+}
+
+
 def torch_lines(policy: Policy) -> tuple[str, ...]:
     """Python for plain torch: one checkpoint per recomputed layer."""
-    if not policy.full and not policy.selective:
+    if policy.none == policy.transformer.stage_layers:
         return ("# nothing to recompute",)
-    lines = ["from torch.utils.checkpoint import checkpoint"]
-    if policy.full:
-        lines.append(f"for layer in layers[:{policy.full}]: x = checkpoint(layer, x, use_reentrant=False)  # all of it")
-    if policy.selective:
-        end = policy.full + policy.selective
-        lines.append(
-            f"for layer in layers[{policy.full}:{end}]: x = layer(x)  "
-            "# with checkpoint(core_attention, q, k, v, use_reentrant=False) in its attention"
-        )
-    if policy.none:
-        lines.append(f"for layer in layers[{policy.full + policy.selective}:]: x = layer(x)")
+    lines, start = [], 0
+    if policy.full or policy.selective:
+        lines.append("from torch.utils.checkpoint import checkpoint")
+    for level, count in policy._counts:  # noqa: SLF001 - the same module
+        if count:
+            lines.append(_TORCH[level].format(f"for layer in layers[{start or ''}:{start + count}]"))
+            start += count
     return tuple(lines)
 
 

@@ -63,7 +63,7 @@ class Baseline:
         peak_bytes: what it needs, static bytes included.
         step_time_ns: its predicted step time.
         overhead: added time / keep-all time.
-        plan_overhead: overhead of the plan whose budget is that peak; ``None`` where none was found.
+        plan: the plan whose budget is that peak; ``None`` where none was found.
 
     """
 
@@ -71,7 +71,12 @@ class Baseline:
     peak_bytes: int
     step_time_ns: int
     overhead: float
-    plan_overhead: float | None
+    plan: SweepPoint | None
+
+    @property
+    def plan_overhead(self) -> float | None:
+        """Overhead of the plan for the same peak."""
+        return None if self.plan is None else self.plan.overhead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +95,12 @@ class Sweep:
     points: tuple[SweepPoint, ...]
     baselines: tuple[Baseline, ...]
     knee: int | None
+
+    @property
+    def solved(self) -> tuple[SweepPoint, ...]:
+        """All that was solved, by budget: the points, and the plans at the baselines' peaks."""
+        found = {p.budget_bytes: p for p in (*self.points, *(b.plan for b in self.baselines if b.plan is not None))}
+        return tuple(found[budget] for budget in sorted(found))
 
 
 def replan(
@@ -111,7 +122,7 @@ def replan(
     problem = plan.problem.with_budget(budget_bytes)
     solution = (solver or AutoSolver(time_limit_s=time_limit_s, gap=gap)).solve(problem)
     if not solution.status.has_plan:
-        raise infeasible(problem, solution)
+        raise infeasible(problem, solution, plan.graph)
     validate(problem, solution)
     return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
 
@@ -201,7 +212,8 @@ def sweep(
 
     Budgets are solved from the largest to the least. A plan whose peak is within a smaller budget serves that one too,
     and in the end each budget takes the fastest plan of those that are no larger and the greatest lower bound of those
-    that are no smaller: both hold there. Budgets for which no plan is found are left out.
+    that are no smaller: both hold there. Budgets for which no plan is found are left out. The peaks of the strategies
+    applied by hand (:data:`BY_HAND`) are solved as budgets too.
 
     Args:
         plan: any plan of the step.
@@ -210,55 +222,47 @@ def sweep(
         time_limit_s: bound on each solve, in seconds.
         gap: as in :func:`replan`.
         floor: of the step, where it is known: its plan serves where the time limit is too short to find one.
-        on_point: called after each budget.
+        on_point: called after each budget, those of the baselines included.
 
     """
     problem = plan.problem
     if budgets is None:
         floor = floor or find_floor(problem)
         budgets = spread_budgets(problem, count, floor=floor)
-    chosen = sorted(set(budgets), reverse=True)
+    by_hand = {name: strategy.solve(problem.with_budget(2**62)) for name, strategy in BY_HAND.items()}
+    chosen = sorted({*budgets, *(solution.peak_bytes for solution in by_hand.values())}, reverse=True)
     found: list[tuple[int, Solution]] = []
     bound = problem.keep_all_time_ns
     for budget in chosen:
-        last = found[-1][1] if found else None
-        if last is not None and last.peak_bytes <= budget:
-            found.append((budget, dataclasses.replace(last, solve_seconds=0.0)))
-        else:
-            try:
-                solution = replan(plan, budget, time_limit_s=time_limit_s, gap=gap).solution
-            except Infeasible:
-                if floor is None or floor.bytes > budget:
-                    on_point()
-                    continue
-                solution = floor.plan
+        solution = _solved(plan, budget, found[-1][1] if found else None, floor, time_limit_s=time_limit_s, gap=gap)
+        if solution is not None:
             bound = max(bound, solution.lower_bound_ns)
             found.append((budget, dataclasses.replace(solution, lower_bound_ns=bound)))
         on_point()
-    points: list[SweepPoint] = []
+    points: dict[int, SweepPoint] = {}
     best: Solution | None = None
     for budget, solution in reversed(found):  # ascending: a plan for less memory serves wherever it is faster
         if best is None or solution.step_time_ns < best.step_time_ns:
             best = solution
-        points.append(_point(problem, budget, best, solution))
-    return Sweep(plan, tuple(points), baselines(plan, time_limit_s=time_limit_s, gap=gap), knee_of(points))
+        points[budget] = _point(problem, budget, best, solution)
+    asked = tuple(points[budget] for budget in sorted(set(budgets)) if budget in points)
+    beside = tuple(
+        Baseline(name, s.peak_bytes, s.step_time_ns, _overhead(problem, s.step_time_ns), points.get(s.peak_bytes))
+        for name, s in by_hand.items()
+    )
+    return Sweep(plan, asked, beside, knee_of(asked))
 
 
-def baselines(plan: Plan, *, time_limit_s: float = 10.0, gap: float = 0.005) -> tuple[Baseline, ...]:
-    """Peak and step time of each strategy of :data:`BY_HAND`, and the overhead of a plan for the same peak."""
-    problem = plan.problem
-    ample = problem.with_budget(2**62)
-    found = []
-    for name, strategy in BY_HAND.items():
-        solution = strategy.solve(ample)
-        ours: float | None = None
-        try:
-            ours = replan(plan, solution.peak_bytes, time_limit_s=time_limit_s, gap=gap).overhead
-        except Infeasible:
-            ours = None
-        overhead = solution.step_time_ns / max(problem.keep_all_time_ns, 1) - 1
-        found.append(Baseline(name, solution.peak_bytes, solution.step_time_ns, overhead, ours))
-    return tuple(found)
+def _solved(
+    plan: Plan, budget: int, larger: Solution | None, floor: Floor | None, *, time_limit_s: float, gap: float
+) -> Solution | None:
+    """A solution for one budget of a sweep: the next larger one's where it fits, else a new one, else the floor's."""
+    if larger is not None and larger.peak_bytes <= budget:
+        return dataclasses.replace(larger, solve_seconds=0.0)
+    try:
+        return replan(plan, budget, time_limit_s=time_limit_s, gap=gap).solution
+    except Infeasible:
+        return floor.plan if floor is not None and floor.bytes <= budget else None
 
 
 def knee_of(points: Sequence[SweepPoint]) -> int | None:
@@ -282,12 +286,16 @@ def knee_of(points: Sequence[SweepPoint]) -> int | None:
 
 
 def _point(problem: Problem, budget: int, plan: Solution, solved: Solution) -> SweepPoint:
-    keep_all = problem.keep_all_time_ns
     return SweepPoint(
         budget_bytes=budget,
         peak_bytes=plan.peak_bytes,
         step_time_ns=plan.step_time_ns,
         lower_bound_ns=min(solved.lower_bound_ns, plan.step_time_ns),
-        overhead=plan.step_time_ns / keep_all - 1 if keep_all else 0.0,
+        overhead=_overhead(problem, plan.step_time_ns),
         solve_seconds=solved.solve_seconds,
     )
+
+
+def _overhead(problem: Problem, step_time_ns: int) -> float:
+    """Added time / keep-all time."""
+    return step_time_ns / problem.keep_all_time_ns - 1 if problem.keep_all_time_ns else 0.0

@@ -119,12 +119,14 @@ class Problem:
     def movable_of(cls, graph: TrainingGraph) -> frozenset[int]:
         """The storages of a graph's problem that may be copied to the host: activations that the forward makes.
 
-        What the backward makes may be added to in place after it was copied.
+        What the backward makes may be added to in place after it was copied; what is pinned may not leave.
         """
         return frozenset(
             i
             for i, s in enumerate(cls.graph_storages(graph))
-            if graph.storages[s].kind is StorageKind.ACTIVATION and _in_forward(graph, s)
+            if graph.storages[s].kind is StorageKind.ACTIVATION
+            and not graph.storages[s].pinned
+            and _in_forward(graph, s)
         )
 
     @classmethod

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from graphs.constraints import Constraints
 from graphs.joint import Capture
 from scheduler import remembered, schedule, unschedule
 
@@ -29,7 +30,7 @@ def recorded_captures() -> Iterator[list[Capture]]:
         remembered.make_plan = original
 
 
-def capture_of(module: nn.Module, *args: Any, never_recompute: Sequence[str] = (), **kwargs: Any) -> Capture:
+def capture_of(module: nn.Module, *args: Any, constraints: Constraints | None = None, **kwargs: Any) -> Capture:
     """The capture of one training step of a module, which is left plain."""
     with recorded_captures() as captures:
         schedule(
@@ -38,7 +39,7 @@ def capture_of(module: nn.Module, *args: Any, never_recompute: Sequence[str] = (
             sample_args=args,
             sample_kwargs=kwargs,
             costs="roofline",
-            never_recompute=never_recompute,
+            **(constraints or Constraints()).to_dict(),
         )
     unschedule(module)
     return captures[0]

@@ -9,6 +9,7 @@ import typer
 from graphs.errors import CheckpointSchedulerError
 from scheduler.cli import compare, explain, export, fit, plan, policy, show, sweep
 from scheduler.cli.console import error
+from scheduler.errors import Infeasible
 
 app = typer.Typer(
     name="checkpoint-scheduler",
@@ -26,6 +27,9 @@ def main() -> None:
     """Run the command line. What a user can mend ends in a line on standard error and status 1, not in a traceback."""
     try:
         app()
+    except Infeasible as problem:
+        error(problem.message("--budget "))
+        sys.exit(1)
     except (CheckpointSchedulerError, OSError) as problem:
         error(str(problem))
         sys.exit(1)

@@ -12,7 +12,7 @@ from scheduler.cli import options
 from scheduler.cli.console import output, print_json, table
 from scheduler.cli.figures import plan_figures
 from scheduler.plan import Plan
-from scheduler.report.text import block_of
+from scheduler.report.text import block_of, fold_blocks
 from scheduler.units import format_bytes, format_time
 
 NAME = "compare"
@@ -81,12 +81,21 @@ def _print_figures(first: str, a: dict[str, Any], second: str, b: dict[str, Any]
     output().print(made, highlight=False)
 
 
+def folded(changes: dict[tuple[str, str, str], tuple[int, int]]) -> list[tuple[str, str, str, int, int]]:
+    """Blocks (repeated ones that change alike in one row), actions, tensors and bytes, the most bytes first."""
+    rows = []
+    for pair in dict.fromkeys((x, y) for _, x, y in changes):
+        of_pair = {block: figures for (block, *actions), figures in changes.items() if tuple(actions) == pair}
+        rows += [(label, *pair, n * count, n * size) for label, n, (count, size) in fold_blocks(of_pair)]
+    return sorted(rows, key=lambda row: -row[-1])
+
+
 def _print_changes(changes: dict[tuple[str, str, str], tuple[int, int]]) -> None:
     made = table("treated differently", "in a", "in b", "tensors", "bytes")
-    ranked = sorted(changes.items(), key=lambda item: -item[1][1])
-    for (block, x, y), (count, size) in ranked[:_MOST_ROWS]:
-        made.add_row(block or "(model)", x, y, str(count), format_bytes(size))
-    left = len(ranked) - _MOST_ROWS
+    rows = folded(changes)
+    for label, x, y, count, size in rows[:_MOST_ROWS]:
+        made.add_row(label, x, y, str(count), format_bytes(size))
+    left = len(rows) - _MOST_ROWS
     output().print(made, highlight=False)
     if left > 0:
         output().print(f"and {left} more rows, all of them with --json", highlight=False)

@@ -32,6 +32,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "solve_seconds": plan.solution.solve_seconds,
         "device": plan.device,
         "costs": plan.costs.source,
+        "constraints": plan.constraints.to_dict(),
         "ops": len(plan.graph.ops),
         "fingerprint": plan.graph.fingerprint,
         "versions": dict(plan.versions),
@@ -50,5 +51,6 @@ def infeasible_figures(error: Infeasible) -> dict[str, Any]:
         "static_bytes": error.static_bytes,
         "binding_op": error.binding_op,
         "binding_module": error.binding_module,
+        "binding_constraints": list(error.constraints),
         "message": str(error),
     }

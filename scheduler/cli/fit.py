@@ -40,6 +40,11 @@ def run(
     dtype: options.Dtype = None,
     optimizer: options.Optimizer = None,
     device: options.Device = "cpu",
+    keep: options.Keep = None,
+    never_recompute: options.NeverRecompute = None,
+    never_offload: options.NeverOffload = None,
+    link: options.Link = None,
+    host_budget: options.HostBudget = None,
     grow: Annotated[Grow, typer.Option(help="Look for the largest batch, or the longest sequence.")] = Grow.BATCH,
     multiple_of: Annotated[
         int | None, typer.Option(min=1, help="Try multiples of this only (batch: 1, seq: 128 if not given).")
@@ -58,11 +63,12 @@ def run(
     )
     if hf is not None and grow is Grow.SEQ:
         most = min(most, _longest(source))
+    wanted = options.planning(keep, never_recompute, never_offload, link, host_budget)
     most_bytes, spec = options.budget_bytes(budget), options.device_name(device)
 
     def capture(size: int) -> Plan:
         batch_, seq_ = (size, None) if grow is Grow.BATCH else (None, size)
-        return plan_step(source, None, device=spec, batch=batch_, seq=seq_)
+        return plan_step(source, None, device=spec, batch=batch_, seq=seq_, wanted=wanted)
 
     multiple = min(multiple_of or (1 if grow is Grow.BATCH else 128), most)
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from graphs.costs.devices import device_spec
+from graphs.links import Link as HostLink
+from graphs.links import parse_link
 from scheduler.errors import BudgetError, PlanFormatError, parse_budget
 from scheduler.plan import Plan
 
@@ -43,6 +45,25 @@ Budget = Annotated[
 Device = Annotated[str, typer.Option(help="Device of the cost model: h100-sxm, a100, l4, rtx-4090, cpu, …")]
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Bound on each solve, in seconds.")]
 Gap = Annotated[float, typer.Option(min=0.0, help="Relative gap to the lower bound at which solving may stop.")]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Op name or module path whose results stay on the device. May be repeated."),
+]
+NeverRecompute = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Op name or module path that runs once. May be repeated."),
+]
+NeverOffload = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Op name or module path whose results are not copied to the host."),
+]
+Link = Annotated[
+    str | None,
+    typer.Option(help="Also copy activations to the host over this link: a name (pcie4-x16) or a bandwidth (25GB/s)."),
+]
+HostBudget = Annotated[
+    str | None, typer.Option(help="With --link: most bytes of copies on the host (half of what is free if not given).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -61,6 +82,47 @@ def budget_bytes(text: str, option: str = "--budget") -> int:
         return parse_budget(value)
     except BudgetError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def planning(
+    keep: list[str] | None,
+    never_recompute: list[str] | None,
+    never_offload: list[str] | None,
+    link: str | None,
+    host_budget: str | None,
+) -> dict[str, Any]:
+    """What a user wants of the plan, as arguments of :func:`scheduler.plan`.
+
+    Raises:
+        typer.BadParameter: no such link, or a host budget without one.
+
+    """
+    chosen: dict[str, Any] = {
+        "keep": keep or (),
+        "never_recompute": never_recompute or (),
+        "never_offload": never_offload or (),
+    }
+    if link is None:
+        if host_budget is not None:
+            raise typer.BadParameter("it is the memory behind a link: give --link with it", param_hint="--host-budget")
+        return chosen
+    chosen |= {"offload": "auto", "link": link_of(link)}
+    if host_budget is not None:
+        chosen["host_budget_gb"] = f"{budget_bytes(host_budget, '--host-budget')}B"
+    return chosen
+
+
+def link_of(text: str) -> HostLink:
+    """A link as typed.
+
+    Raises:
+        typer.BadParameter: it is neither a name nor a bandwidth.
+
+    """
+    try:
+        return parse_link(text)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--link") from error
 
 
 def device_name(text: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
@@ -28,10 +30,11 @@ def run(
     dtype: options.Dtype = None,
     optimizer: options.Optimizer = None,
     device: options.Device = "cpu",
-    never_recompute: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Op name or module path that runs once. May be repeated."),
-    ] = None,
+    keep: options.Keep = None,
+    never_recompute: options.NeverRecompute = None,
+    never_offload: options.NeverOffload = None,
+    link: options.Link = None,
+    host_budget: options.HostBudget = None,
     time_limit: options.TimeLimit = 60.0,
     gap: options.Gap = 0.005,
     out: Annotated[pathlib.Path | None, typer.Option("--output", "-o", help="Save the plan as JSON.")] = None,
@@ -47,7 +50,7 @@ def run(
             source,
             most,
             device=options.device_name(device),
-            never_recompute=never_recompute or (),
+            wanted=options.planning(keep, never_recompute, never_offload, link, host_budget),
             time_limit_s=time_limit,
             gap=gap,
         )
@@ -74,11 +77,11 @@ def plan_step(
     device: str,
     batch: int | None = None,
     seq: int | None = None,
-    never_recompute: list[str] | tuple[str, ...] = (),
+    wanted: Mapping[str, Any] = MappingProxyType({}),
     time_limit_s: float = 60.0,
     gap: float = 0.005,
 ) -> Plan:
-    """Build, capture and solve a step; ``budget_bytes=None`` keeps everything.
+    """Build, capture and solve a step; ``budget_bytes=None`` keeps everything, ``wanted`` is for :func:`plan`.
 
     Raises:
         Infeasible, CaptureError: as :func:`scheduler.plan`.
@@ -95,7 +98,7 @@ def plan_step(
             step.kwargs,
             device=device,
             optimizer=step.optimizer,
-            never_recompute=never_recompute,
             time_limit_s=time_limit_s,
             gap=gap,
+            **wanted,
         )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from graphs.costs.devices import device_spec
 from scheduler.cli import options
 from scheduler.cli.console import output, print_json, table, working
 from scheduler.policy import (
@@ -16,6 +17,7 @@ from scheduler.policy import (
     best_policy,
     huggingface_lines,
     megatron_flags,
+    megatron_offload,
     torch_lines,
     uniform,
 )
@@ -44,10 +46,13 @@ def run(
     op_level: Annotated[
         bool, typer.Option("--op-level", help="Also capture layers of this shape and plan them op by op.")
     ] = False,
+    link: Annotated[
+        str | None, typer.Option(help="Also copy whole layers to the host over this link (pcie4-x16, 25GB/s).")
+    ] = None,
     device: options.Device = "a100",
     as_json: options.Json = False,
 ) -> None:
-    """Choose none, selective or full recomputation for each layer, with formulae and the flags to set."""
+    """Choose none, selective or full recomputation, or copies to the host, for each layer, with formulae and flags."""
     try:
         model = Transformer(
             layers=layers,
@@ -65,8 +70,9 @@ def run(
         raise typer.BadParameter(str(error)) from error
     most = options.budget_bytes(memory, "--memory")
     taken = int(model.parameters() * bytes_per_parameter)
-    chosen = best_policy(model, most - taken)
-    figures = policy_figures(model, chosen, most, taken)
+    offloadable = 0 if link is None else copied_in_time(model, link, device)
+    chosen = best_policy(model, most - taken, offloadable=offloadable)
+    figures = policy_figures(model, chosen, most, taken) | {"offloadable": offloadable}
     if op_level:
         from scheduler.policy_ops import op_level_rows
 
@@ -76,11 +82,23 @@ def run(
     if as_json:
         print_json("policy", figures)
     else:
-        _print(model, chosen, most, taken)
+        _print(model, chosen, most, taken, offloadable)
         if op_level:
             _print_op_level(figures["op_level"], options.device_name(device))
     if chosen is None:
         raise typer.Exit(1)
+
+
+def copied_in_time(model: Transformer, link: str, device: str) -> int:
+    """Layers of a stage whose activations a link takes to the host beside the forward on a device, in 16 bits.
+
+    Raises:
+        typer.BadParameter: no such link or device.
+
+    """
+    bandwidth = options.link_of(link).to_host_bytes_per_s
+    spec = device_spec(options.device_name(device))
+    return model.layers_copied_in_time(spec.flops_per_s("bfloat16") * spec.compute_efficiency, bandwidth)
 
 
 def policy_figures(model: Transformer, chosen: Policy | None, memory: int, taken: int) -> dict[str, object]:
@@ -99,6 +117,7 @@ def policy_figures(model: Transformer, chosen: Policy | None, memory: int, taken
         },
         "uniform": {level.value: _policy_figures(uniform(model, level)) for level in model.levels},
         "megatron_core": {"flags": flags, "policy": None if nearest is None else _policy_figures(nearest)},
+        "megatron_core_offload": "" if chosen is None else megatron_offload(chosen),
         "huggingface": list(huggingface_lines(model, left)),
         "torch": [] if chosen is None else list(torch_lines(chosen)),
     }
@@ -109,13 +128,14 @@ def _policy_figures(policy: Policy) -> dict[str, object]:
         "none": policy.none,
         "selective": policy.selective,
         "full": policy.full,
+        "offload": policy.offload,
         "activation_bytes": policy.activation_bytes,
         "added_flops": policy.added_flops,
         "overhead": policy.overhead,
     }
 
 
-def _print(model: Transformer, chosen: Policy | None, memory: int, taken: int) -> None:
+def _print(model: Transformer, chosen: Policy | None, memory: int, taken: int, offloadable: int) -> None:
     console = output()
     left = memory - taken
     if taken:
@@ -142,6 +162,8 @@ def _print(model: Transformer, chosen: Policy | None, memory: int, taken: int) -
     if chosen is not None:
         _add_policy(whole, "chosen", chosen, left)
     console.print(whole, highlight=False)
+    if offloadable:
+        console.print(f"The link takes at most {offloadable} layers to the host while they compute.", highlight=False)
     if chosen is None:
         console.print(
             "No policy fits: use more devices, a smaller micro-batch, or shorter sequences.", style="bold red"
@@ -151,8 +173,10 @@ def _print(model: Transformer, chosen: Policy | None, memory: int, taken: int) -
     flags, nearest = megatron_flags(model, left)
     cost = "" if nearest is None else f"   # adds {nearest.overhead:.2%}"
     console.print(f"Megatron-Core   {flags or '(no recomputation flags)'}{cost}", highlight=False, markup=False)
+    if megatron_offload(chosen):
+        console.print(f"or, with copies  {megatron_offload(chosen)}", highlight=False, markup=False, soft_wrap=True)
     for name, lines in (("Hugging Face", huggingface_lines(model, left)), ("torch", torch_lines(chosen))):
-        for i, line in enumerate(lines):
+        for i, line in enumerate("\n".join(lines).splitlines()):
             console.print(f"{name if not i else '':<15} {line}", highlight=False, markup=False, soft_wrap=True)
 
 

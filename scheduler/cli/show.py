@@ -11,7 +11,7 @@ from scheduler.cli import options
 from scheduler.cli.console import note, output, print_json, table
 from scheduler.cli.figures import plan_figures
 from scheduler.decisions import Action, Decision
-from scheduler.explain import under
+from scheduler.explain import decisions_of
 from scheduler.plan import Plan
 from scheduler.units import format_bytes, format_time
 
@@ -46,11 +46,10 @@ def run(
 
 
 def _decisions(plan: Plan, module: str) -> list[Decision]:
-    chosen = [d for d in plan.decisions if under(d.module_path, module)]
-    if not chosen:
-        paths = sorted({d.module_path for d in plan.decisions if d.module_path})[:3]
-        raise typer.BadParameter(f"no tensor of a module {module!r}; paths are such as {', '.join(paths)}")
-    return chosen
+    try:
+        return decisions_of(plan, module)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--module") from error
 
 
 def _print_tensors(chosen: list[Decision], module: str) -> None:
@@ -64,10 +63,13 @@ def _print_tensors(chosen: list[Decision], module: str) -> None:
         times = f" ×{d.times}" if d.times > 1 else ""
         made.add_row(d.name, format_bytes(d.bytes), f"{d.action.value}{times}", added, d.module_path)
     console = output()
-    console.print(f"Tensors of {module}", highlight=False, markup=False)
+    console.print(f"Tensors made in the forward of {module}", highlight=False, markup=False)
     console.print(made, highlight=False)
     if len(lasting) < len(chosen):
-        console.print(f"and {len(chosen) - len(lasting)} temporary ones (all of them with --json)", highlight=False)
+        console.print(
+            f"and {len(chosen) - len(lasting)} temporary ones, gone before the backward (all of them with --json)",
+            highlight=False,
+        )
 
 
 def _figures(decision: Decision) -> dict[str, object]:

@@ -18,6 +18,7 @@ from scheduler.replan import DEFAULT_POINTS, Sweep, spread_budgets
 from scheduler.replan import sweep as sweep_plan
 from scheduler.units import format_bytes, format_time
 from solvers.bounds import find_floor
+from solvers.strategies import BY_HAND
 
 NAME = "sweep"
 
@@ -35,6 +36,11 @@ def run(
     dtype: options.Dtype = None,
     optimizer: options.Optimizer = None,
     device: options.Device = "cpu",
+    keep: options.Keep = None,
+    never_recompute: options.NeverRecompute = None,
+    never_offload: options.NeverOffload = None,
+    link: options.Link = None,
+    host_budget: options.HostBudget = None,
     budgets: Annotated[
         int, typer.Option(min=2, help="How many, spread from the least feasible to the keep-all peak.")
     ] = DEFAULT_POINTS,
@@ -45,17 +51,20 @@ def run(
     as_json: options.Json = False,
 ) -> None:
     """Trade memory for time at many budgets, solved from one capture, beside the strategies applied by hand."""
+    wanted = options.planning(keep, never_recompute, never_offload, link, host_budget)
     if target is not None and target.endswith(".json") and hf is None:
+        if any(wanted.values()):
+            raise typer.BadParameter("a saved plan keeps the constraints and the link that it was made with")
         plan = options.load_plan(pathlib.Path(target))
     else:
         source = StepSource(
             target=target, hf=hf, overrides=overrides or (), batch=batch, seq=seq, dtype=dtype, optimizer=optimizer
         )
-        plan = plan_step(source, None, device=options.device_name(device))
+        plan = plan_step(source, None, device=options.device_name(device), wanted=wanted)
     with working("looking for the least budget"):
         floor = find_floor(plan.problem)
         chosen = spread_budgets(plan.problem, budgets, floor=floor)
-    with progress("solving", len(chosen)) as advance:
+    with progress("solving", len(chosen) + len(BY_HAND)) as advance:
         found = sweep_plan(plan, chosen, time_limit_s=time_limit, gap=gap, floor=floor, on_point=advance)
     if csv_file is not None:
         csv_file.write_text(to_csv(found), encoding="utf-8")
@@ -78,18 +87,19 @@ def sweep_figures(sweep: Sweep) -> dict[str, object]:
         "device": sweep.plan.device,
         "knee": sweep.knee,
         "points": [dataclasses.asdict(p) | {"gap": p.gap} for p in sweep.points],
-        "baselines": [dataclasses.asdict(b) for b in sweep.baselines],
+        "baselines": [dataclasses.asdict(b) | {"plan_overhead": b.plan_overhead} for b in sweep.baselines],
     }
 
 
 def to_csv(sweep: Sweep) -> str:
-    """Points and baselines as CSV, one a line; the baselines' budget is their peak."""
+    """Plans and baselines as CSV, one a line; a baseline's budget is its peak, at which there is a plan too."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("name", "budget_bytes", "peak_bytes", "step_time_ns", "overhead", "lower_bound_ns", "knee"))
-    for i, p in enumerate(sweep.points):
+    knee = None if sweep.knee is None else sweep.points[sweep.knee]
+    for p in sweep.solved:
         row = ("plan", p.budget_bytes, p.peak_bytes, p.step_time_ns, f"{p.overhead:.6f}", p.lower_bound_ns)
-        writer.writerow((*row, int(i == sweep.knee)))
+        writer.writerow((*row, int(p is knee)))
     for b in sweep.baselines:
         writer.writerow((b.name, b.peak_bytes, b.peak_bytes, b.step_time_ns, f"{b.overhead:.6f}", "", 0))
     return text.getvalue()

@@ -5,7 +5,8 @@ the block and keeps what it says. SAC decides op by op, once per checkpointed re
 its backward starts; so the region should be a block, and the peak is that of torch, not of the plan.
 
 Ops are told apart by their target and by how many of that target ran before in the region: eager execution runs the
-same kernels in the same order as the captured graph. An op that the graph does not know (a view, or a kernel that
+same kernels in the same order as the captured graph. Dropout alone is another: where the device has no fused kernel for
+it (the CPU), eager mode draws a mask and multiplies by it. An op that the graph does not know (a view, or a kernel that
 capture replaces by another) is recomputed.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from graphs.ir import Phase
 from scheduler.decisions import Action
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from scheduler.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+_DROPOUT: Final = "aten.native_dropout.default"
+_MASK: Final = "aten.bernoulli_.float"
+_PRODUCT: Final = "aten.mul.Tensor"
 
 
 def to_sac_policy(plan: Plan, module: str = "") -> Callable[[], tuple[Any, Any]]:
@@ -38,7 +43,8 @@ def to_sac_policy(plan: Plan, module: str = "") -> Callable[[], tuple[Any, Any]]
         ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Raises:
-        ValueError: no forward op of the plan lies in that module.
+        ValueError: no forward op of the plan lies in that module, or the plan copies what it makes to the host: SAC in
+            eager mode knows no such thing, and recomputes silently what a policy says to offload.
 
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -60,9 +66,15 @@ def saved_occurrences(plan: Plan, module: str = "") -> Mapping[str, tuple[bool, 
     An op with several results counts as kept where more than half of their bytes are.
 
     Raises:
-        ValueError: no forward op of the plan lies in that module.
+        ValueError: as :func:`to_sac_policy`.
 
     """
+    moved = [d for d in plan.decisions if d.action is Action.OFFLOADED and under(d.module_path, module)]
+    if moved:
+        raise ValueError(
+            f"the plan copies {len(moved)} tensors of {module or 'the model'} to the host, {moved[0].name} first, "
+            "which eager checkpointing cannot do: plan without a link (offload=False)"
+        )
     kept = {d.storage for d in plan.decisions if d.action is Action.KEPT}
     saved: dict[str, list[bool]] = collections.defaultdict(list)
     for op in plan.graph.ops:
@@ -86,15 +98,17 @@ class _Policy:
             False: collections.Counter(),
             True: collections.Counter(),
         }
+        self.mask_drawn = {False: False, True: False}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         """``MUST_SAVE`` or ``PREFER_RECOMPUTE`` for one execution."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         del args, kwargs
-        name = str(op)
+        again = bool(ctx.is_recompute)
+        name = self._as_captured(str(op), again=again)
         known = self.saved.get(name, ())
-        seen = self.seen[bool(ctx.is_recompute)]
+        seen = self.seen[again]
         position = seen[name]
         seen[name] += 1
         if known and position == len(known):
@@ -103,3 +117,12 @@ class _Policy:
             )
         keep = position < len(known) and known[position]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _as_captured(self, name: str, *, again: bool) -> str:
+        """The captured op that an op of eager mode stands for: the product with a mask is the dropout."""
+        if name == _MASK and _DROPOUT in self.saved:
+            self.mask_drawn[again] = True
+        elif name == _PRODUCT and self.mask_drawn[again]:
+            self.mask_drawn[again] = False
+            return _DROPOUT
+        return name

@@ -12,7 +12,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from scheduler.decisions import Action
+from scheduler.decisions import Action, Decision
 from scheduler.export.files import write_whole
 from scheduler.report.plots import COLOURS
 from scheduler.report.text import kept_by_plain_training, peak_by_category, peak_sample
@@ -66,6 +66,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "ops": [[o.name, o.target, o.module_path or _ROOT, o.phase.value] for o in plan.graph.ops],
         "lives": _lives(plan),
         "modules": _modules(plan),
+        "link": _link(plan),
         "about": _about(plan),
     }
 
@@ -103,6 +104,7 @@ def _about(plan: Plan) -> list[list[str]]:
         ["fingerprint", graph.fingerprint],
         ["versions", ", ".join(f"{name} {version}" for name, version in plan.versions.items())],
     ]
+    rows += [["constraint", label] for label in plan.constraints.labels()]
     return rows + [["assumes", text] for text in plan.assumptions]
 
 
@@ -135,17 +137,41 @@ def _lives(plan: Plan) -> list[list[Any]]:
     return [life for life in found if life[2]]
 
 
+def _link(plan: Plan) -> dict[str, Any] | None:
+    """Copies as [start, end, outward or not, tensor, bytes] and stalls as [start, end]; ``None`` without copies."""
+    if not plan.host_use.copies:
+        return None
+    storages = plan.graph.storages
+    return {
+        "copies": [
+            [c.start_ns, c.end_ns, int(c.outward), storages[c.storage].name, storages[c.storage].bytes]
+            for c in plan.host_use.copies
+        ],
+        "stalls": [[stall.start_ns, stall.end_ns] for stall in plan.host_use.stalls],
+    }
+
+
 @dataclasses.dataclass(slots=True)
 class _Sums:
     kept: int = 0
     recomputed: int = 0
+    offloaded: int = 0
     executions: int = 0
     added_ns: int = 0
     forward_ns: int = 0
 
+    def add(self, decision: Decision) -> None:
+        """Count the bytes of a decision; temporary ones count nowhere."""
+        if decision.action is Action.KEPT:
+            self.kept += decision.bytes
+        elif decision.action is Action.RECOMPUTED:
+            self.recomputed += decision.bytes
+        elif decision.action is Action.OFFLOADED:
+            self.offloaded += decision.bytes
+
 
 def _modules(plan: Plan) -> list[list[Any]]:
-    """[path, depth, kept, recomputed, executions again, ns added, ns of its ops once], each with all below it.
+    """[path, depth, kept, recomputed, executions again, ns added, ns of its ops once, offloaded], each with all below.
 
     In the order of first execution, parents before children, so that a tree can be read off the depths.
     """
@@ -154,12 +180,9 @@ def _modules(plan: Plan) -> list[list[Any]]:
         for path in _ancestors(op.module_path):
             sums.setdefault(path, _Sums()).forward_ns += plan.costs.time_ns[op.index]
     for d in plan.decisions:
-        for path in _ancestors(d.module_path):
-            row = sums.setdefault(path, _Sums())
-            if d.action is Action.KEPT:
-                row.kept += d.bytes
-            elif d.action is Action.RECOMPUTED and kept_by_plain_training(plan.graph, d.storage):
-                row.recomputed += d.bytes
+        if d.action is not Action.RECOMPUTED or kept_by_plain_training(plan.graph, d.storage):
+            for path in _ancestors(d.module_path):
+                sums.setdefault(path, _Sums()).add(d)
     for sample in plan.samples:
         if sample.again:
             for path in _ancestors(plan.graph.ops[sample.op].module_path):
@@ -179,7 +202,7 @@ def _in_tree_order(sums: dict[str, _Sums]) -> list[list[Any]]:
     while pending:
         path, depth = pending.pop()
         s = sums[path]
-        rows.append([path or _ROOT, depth, s.kept, s.recomputed, s.executions, s.added_ns, s.forward_ns])
+        rows.append([path or _ROOT, depth, s.kept, s.recomputed, s.executions, s.added_ns, s.forward_ns, s.offloaded])
         pending += [(child, depth + 1) for child in reversed(children.get(path, []))]
     return rows
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def plot_sweep(sweep: Sweep, ax: Axes | None = None) -> Axes:
     """Draw added time over budget, the proven lower bound below it, the knee, and each baseline at its peak.
 
+    Every budget that was solved is a dot of the curve, the baselines' peaks too, so that each stands above a dot.
+
     Nothing is shown on screen: the caller shows or saves the figure.
 
     Args:
@@ -29,9 +31,9 @@ def plot_sweep(sweep: Sweep, ax: Axes | None = None) -> Axes:
     axes = new_axes() if ax is None else ax
     keep_all = sweep.plan.keep_all_time_ns or 1
     scale, unit = scale_of_bytes(max((p.budget_bytes for p in sweep.points), default=0))
-    memory = [p.budget_bytes / scale for p in sweep.points]
-    added = [100 * p.overhead for p in sweep.points]
-    bound = [100 * (p.lower_bound_ns / keep_all - 1) for p in sweep.points]
+    memory = [p.budget_bytes / scale for p in sweep.solved]
+    added = [100 * p.overhead for p in sweep.solved]
+    bound = [100 * (p.lower_bound_ns / keep_all - 1) for p in sweep.solved]
     axes.fill_between(memory, 0, bound, color="#b0b7bf", alpha=0.35, linewidth=0, label="proven impossible")
     axes.plot(memory, added, color="#2f6fa7", marker="o", markersize=4, label="this plan")
     if sweep.knee is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,8 @@ from scheduler.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from scheduler.plan import Plan
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 _DEFAULT_WIDTH: Final = 100
 _ROOT: Final = "(model)"
@@ -120,7 +122,8 @@ def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
             block = figures[block_of(plan.graph.ops[sample.op].module_path)]
             block.executions += 1
             block.added_ns += sample.end_ns - sample.start_ns
-    return _fold({name: block for name, block in figures.items() if any(block.key)})
+    folded = fold_blocks({name: block.key for name, block in figures.items() if any(block.key)})
+    return tuple(ModuleRow(label, count, *(figure * count for figure in key)) for label, count, key in folded)
 
 
 def block_of(module_path: str) -> str:
@@ -136,22 +139,21 @@ def kept_by_plain_training(graph: TrainingGraph, storage: int) -> bool:
     return producer is not None and producer < graph.forward_ops and bool(readers) and readers[-1] >= graph.forward_ops
 
 
-def _fold(figures: dict[str, _Figures]) -> tuple[ModuleRow, ...]:
-    """Join blocks that differ only in their number and have the same figures."""
-    groups: dict[tuple[str, tuple[int, int, int, int, int]], list[str]] = {}
-    for name, block in figures.items():
+def fold_blocks(figures: Mapping[str, KeyT]) -> list[tuple[str, int, KeyT]]:
+    """Join blocks that differ only in their number and have the same figures: label, how many, figures of one."""
+    groups: dict[tuple[str, KeyT], list[str]] = {}
+    for name, key in figures.items():
         stem, _, last = name.rpartition(".")
         template = f"{stem}.#".lstrip(".") if last.isdigit() else name
-        groups.setdefault((template, block.key), []).append(name)
+        groups.setdefault((template, key), []).append(name)
     rows = []
     for (template, key), names in groups.items():
-        count = len(names)
         label = names[0] or _ROOT
-        if count > 1:
+        if len(names) > 1:
             numbers = sorted(int(name.rpartition(".")[2]) for name in names)
-            label = f"{template[:-1]}{_ranges(numbers)} ×{count}"
-        rows.append(ModuleRow(label, count, *(figure * count for figure in key)))
-    return tuple(rows)
+            label = f"{template[:-1]}{_ranges(numbers)} ×{len(names)}"
+        rows.append((label, len(names), key))
+    return rows
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -187,6 +189,8 @@ def _headline(plan: Plan) -> Table:
         grid.add_row(label, Text(sentence))
     grid.add_row("gap", f"{plan.gap:.2%} above the lower bound of {format_time(plan.lower_bound_ns)}: {_BOUND_ASSUMES}")
     grid.add_row("costs", f"{plan.costs.source} for {plan.device}")
+    if plan.constraints:
+        grid.add_row("constraints", Text(", ".join(plan.constraints.labels())))
     for assumption in plan.assumptions:
         grid.add_row("assumes", Text(assumption))
     return grid

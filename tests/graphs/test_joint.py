@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from graphs.constraints import Constraints
 from graphs.errors import UnsupportedModelError
 from graphs.ir import Phase, StorageKind
 from graphs.joint import RNG_STATE_TARGET, TANGENTS_TARGET
@@ -123,9 +124,9 @@ def test_selections_run_once(select):
 
 def test_never_recompute_by_op_and_by_module():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
-    by_module = capture_of(model, batch(2, 3), never_recompute=["1"]).graph
+    by_module = capture_of(model, batch(2, 3), constraints=Constraints(never_recompute=("1",))).graph
     assert {o.module_path for o in by_module.ops if "never_recompute" in o.reason} == {"1.0", "1.1"}
-    by_op = capture_of(model, batch(2, 3), never_recompute=["aten.tanh"]).graph
+    by_op = capture_of(model, batch(2, 3), constraints=Constraints(never_recompute=("aten.tanh",))).graph
     assert [o.target for o in by_op.ops if "never_recompute" in o.reason] == ["aten.tanh.default"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from scheduler.decisions import Action
@@ -43,6 +45,23 @@ def test_tensors_of_a_module_and_what_binds():
     text = str(found)
     assert "h.1:" in text
     assert "aten.mm.default in h.1.linear" in text
+
+
+def test_what_binds_at_the_same_op_is_said_once():
+    found = explain(make_plan({1, 2}, budget=205 * MB), "h.1", price=False)
+    (one,) = (t for t in found.tensors if t.decision.action is Action.RECOMPUTED)
+    one = dataclasses.replace(one, source="/some/where/library/file.py:7", binding="The budget binds: here.")
+    other = dataclasses.replace(one, tightest_op="elsewhere")
+    loose = dataclasses.replace(one, binding="By itself it would fit.")
+    lines = str(dataclasses.replace(found, tensors=(one, one, other, one, loose, loose))).splitlines()
+    binding = [line.strip() for line in lines if line.strip().startswith(("The budget", "By itself"))]
+    assert binding == [
+        "The budget binds: here.",
+        "The budget binds there too.",
+        *["The budget binds: here."] * 2,
+        *["By itself it would fit."] * 2,
+    ]
+    assert "in h.1.linear, library/file.py:7), 10.00 MB:" in lines[1]
 
 
 def test_price():

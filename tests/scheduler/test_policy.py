@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from fractions import Fraction
 
 import pytest
@@ -17,9 +18,11 @@ from scheduler.policy import (
     best_policy,
     huggingface_lines,
     megatron_flags,
+    megatron_offload,
     torch_lines,
     uniform,
 )
+from scheduler.policy_ops import op_level_rows
 
 GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}
 MT_NLG = {"layers": 105, "hidden": 20480, "heads": 128, "seq": 2048}
@@ -68,10 +71,11 @@ def test_parameters_and_operations_are_those_published():
 def exhaustive_peak(model, levels):
     """Most activation bytes of a sequence of levels, replayed: backward frees from the last layer on."""
     kept = [model.pipeline_parallel * model.layer_bytes(level) for level in levels]
-    most = model.outside_bytes()
+    fixed = model.outside_bytes() + (model.layer_bytes(Level.NONE) if Level.OFFLOAD in levels else 0)
+    most = fixed
     for last in range(len(levels), 0, -1):
         rebuilt = model.layer_bytes(Level.NONE) - model.layer_bytes(levels[last - 1])
-        most = max(most, model.outside_bytes() + sum(kept[:last]) + rebuilt)
+        most = max(most, fixed + sum(kept[:last]) + rebuilt)
     return most
 
 
@@ -93,6 +97,46 @@ def test_the_choice_is_the_best_of_all(flash, pp):
         assert found is not None
         assert found.added_flops == min(fitting)
         assert found.activation_bytes == exhaustive_peak(model, found.levels) <= memory
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("offloadable", [1, 2, 5])
+def test_the_choice_with_copies_is_the_best_of_all(flash, offloadable):
+    model = Transformer(layers=5, hidden=64, heads=4, seq=32, vocabulary=10, flash=flash)
+    choices = []
+    for levels in itertools.product((*model.levels, Level.OFFLOAD), repeat=5):
+        if levels.count(Level.OFFLOAD) <= offloadable:
+            flops = sum(model.added_flops(level) for level in levels)
+            choices.append((flops, exhaustive_peak(model, levels), levels.count(Level.OFFLOAD)))
+    peaks = sorted({peak for _, peak, _ in choices})
+    for memory in [peaks[0] - 1, *peaks, peaks[-1] + 1]:
+        fitting = [(flops, copied) for flops, peak, copied in choices if peak <= memory]
+        found = best_policy(model, memory, offloadable=offloadable)
+        if not fitting:
+            assert found is None
+            continue
+        assert (found.added_flops, found.offload) == min(fitting)
+        assert found.activation_bytes == exhaustive_peak(model, found.levels) <= memory
+
+
+def test_layers_copied_in_time():
+    model = Transformer(layers=10, hidden=64, heads=4, seq=32, tensor_parallel=2)
+    whole, forward = model.layer_bytes(Level.NONE), model.forward_flops()
+    # the forward of ten layers takes ten seconds at this rate on each of two devices
+    assert model.layers_copied_in_time(forward / 2, whole / 2) == 5
+    assert model.layers_copied_in_time(forward / 2, whole * 100) == 10
+    assert model.layers_copied_in_time(forward / 2, whole / 11) == 0
+
+
+def test_flags_of_copies():
+    model = Transformer(**GPT3, flash=True)
+    assert "cpu_offloading_num_layers=7)" in megatron_offload(Policy(model, 0, 0, 7))
+    assert "cpu_offloading_num_layers=95)" in megatron_offload(Policy(model, 0, 0, 96))
+    assert megatron_offload(Policy(model, 1, 0, 7)) == megatron_offload(Policy(model, 0, 0, 0)) == ""
+    lines = "\n".join(torch_lines(Policy(model, 3, 0, 2)))
+    assert re.search(r"save_on_cpu\(pin_memory=True\):.*\n    for layer in layers\[:2\]: x = layer\(x\)", lines)
+    assert "layers[2:5]: x = checkpoint" in lines
+    assert "layers[5:96]: x = layer(x)" in lines
 
 
 def test_flags():
@@ -138,6 +182,24 @@ def test_command():
     assert found["policy"]["activation_bytes"] <= 80 * 10**9
     text = CliRunner().invoke(app, ["policy", *shape, "--memory", "80GB", "--no-flash"]).stdout
     assert "Megatron-Core   --recompute-granularity selective" in text
+    linked = CliRunner().invoke(app, ["policy", *shape, "--memory", "20GB", "--link", "50GB/s", "--json"])
+    copied = json.loads(linked.stdout)
+    assert 0 < copied["policy"]["offload"] <= copied["offloadable"] <= 32
+    assert copied["policy"]["added_flops"] == 0
+    assert copied["layers"][0] == "offload"
     refused = CliRunner().invoke(app, ["policy", *shape, "--memory", "1GB"])
     assert refused.exit_code == 1
     assert "No policy fits" in refused.stdout
+
+
+def test_op_level_plans_are_no_slower_at_the_same_memory():
+    model = Transformer(layers=8, hidden=256, heads=8, seq=256)
+    selective, full, fifth = op_level_rows(model, "a100", layers=8)
+    assert 1 > selective.share > full.share > 0
+    assert fifth.share == pytest.approx(0.2, abs=0.01)
+    for row in (selective, full):
+        assert row.plan_time <= row.strategy_time
+        assert row.strategy_flops > 0
+    step = 3 * model.forward_flops()
+    assert full.strategy_flops == pytest.approx(model.added_flops(Level.FULL) / step, rel=0.1)
+    assert selective.strategy_flops <= model.added_flops(Level.SELECTIVE) / step

@@ -52,9 +52,12 @@ def test_sweep_is_monotone_and_tells_each_point():
     calls = []
     budgets = [*spread_budgets(plan.problem, 6), plan.static_bytes + MB]  # the last is impossible
     found = sweep(plan, budgets, time_limit_s=0.5, on_point=lambda: calls.append(1))
-    assert len(calls) == 7
+    peaks = {b.peak_bytes for b in found.baselines}
+    assert len(calls) == len({*budgets, *peaks})
+    assert {p.budget_bytes for p in found.solved} == {*sorted(budgets)[1:], *peaks}
+    assert all(b.plan.budget_bytes == b.peak_bytes and b.plan_overhead <= b.overhead + 1e-9 for b in found.baselines)
     assert [p.budget_bytes for p in found.points] == sorted(budgets)[1:]
-    for lesser, greater in itertools.pairwise(found.points):
+    for lesser, greater in itertools.pairwise(found.solved):
         assert lesser.step_time_ns >= greater.step_time_ns
         assert lesser.lower_bound_ns >= greater.lower_bound_ns
     for point in found.points:

@@ -9,6 +9,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
+from graphs.constraints import Constraints
 from scheduler.report.plots import plot_plan
 from scheduler.report.text import ModuleRow, block_of, module_rows, peak_by_category
 from scheduler.units import budget_that_covers, format_bytes, format_time
@@ -122,6 +123,12 @@ def test_summary_of_a_plan_that_recomputes_nothing():
     assert "nothing is recomputed" in text
     assert "budget          none" in text
     assert "optimal: The plan is within the requested gap of the least possible step time.\n" in text
+
+
+def test_summary_names_the_constraints():
+    assert "constraints" not in make_plan().summary(width=120)
+    plan = make_plan(constraints=Constraints(keep=("h.[01]",), never_recompute=("mm",)))
+    assert "constraints     keep='h.[01]', never_recompute='mm'\n" in plan.summary(width=120)
 
 
 def test_summary_compares_the_measured_peak():

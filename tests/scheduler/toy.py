@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 from graphs.ir import Costs, Op, Phase, Storage, StorageKind, TrainingGraph
+from graphs.links import Link
 from scheduler.plan import Plan
 from solvers.problem import Problem
 from solvers.simulate import simulate, with_frees
-from solvers.solution import Solution, Status
+from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status
 
 MB = 10**6
 STATIC = {"parameters": 40 * MB, "buffers": 0, "gradients": 0, "optimizer": 80 * MB, "inputs": 1 * MB, "other": 0}
@@ -96,3 +98,22 @@ def make_plan(recompute: Collection[int] = (), *, blocks: int = 4, budget: int |
     )
     known = {"static": STATIC, "device": "cpu", "versions": {"torch": "2.13.0"}, "assumptions": ("one thread",)}
     return Plan(graph=graph, costs=costs, solution=solution, budget_bytes=budget, **known | fields)
+
+
+def make_plan_with_copies(*, blocks: int = 4, budget: int = 300 * MB) -> Plan:
+    """The plan that recomputes nothing and has the first matrix multiplication's result on the host in between."""
+    plan = make_plan(blocks=blocks, budget=budget)
+    by_name = {op.name: op.index for op in plan.graph.ops}
+    (moved,) = plan.graph.ops[by_name["mm_0"]].outputs
+    storage = Problem.graph_storages(plan.graph).index(moved)
+    steps = list(plan.steps)
+    steps.insert(steps.index(Compute(by_name[f"dx_{blocks - 1}"])), Prefetch(storage))
+    steps.insert(steps.index(Compute(by_name["gelu_1"])), Free(storage))
+    steps.insert(steps.index(Compute(by_name["gelu_0"])) + 1, Offload(storage))
+    link = Link(2e10, 1e10, latency_ns=0)  # 10 MB take half a millisecond out, and one back
+    moving = dataclasses.replace(plan, link=link, host_bytes=10**9)
+    replay = simulate(moving.problem, steps)
+    solution = dataclasses.replace(
+        plan.solution, steps=tuple(steps), step_time_ns=replay.step_time_ns, peak_bytes=replay.peak_bytes
+    )
+    return dataclasses.replace(moving, solution=solution)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,21 @@ def test_plan_that_is_impossible():
     assert found["floor_lower_bound_bytes"] > 20_000
     done = CliRunner().invoke(app, ["plan", STEP, "--budget", "20kB"])
     assert isinstance(done.exception, Infeasible)
+    named = as_json("plan", STEP, "--budget", "64kB", "--keep", "layers", code=1)
+    assert named["binding_constraints"] == ["keep='layers'"]
+
+
+def test_plan_under_constraints_and_with_a_link(tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--link", "1000GB/s", "--host-budget", "1GB", "-o", path)
+    once = ("--keep", "layers.0", "--never-recompute", "aten.gelu", "--never-offload", "layers.2")
+    found = as_json("plan", STEP, "--budget", "1MB", *once, *options)
+    plan = Plan.load(path)
+    assert plan.link.to_host_bytes_per_s == 1e12
+    assert plan.host_bytes == 10**9
+    wanted = {"keep": ["layers.0"], "never_recompute": ["aten.gelu"], "never_offload": ["layers.2"]}
+    assert found["constraints"] == plan.constraints.to_dict() == wanted
+    assert {op.target for op in plan.graph.ops if "never_recompute" in op.reason} == {"aten.gelu.default"}
 
 
 def test_plan_of_a_hugging_face_config(tmp_path):
@@ -106,6 +122,8 @@ def test_plan_of_a_hugging_face_config(tmp_path):
         (("plan", "--hf", "GPT2", "--budget", "1GB"), "neither a config.json nor a config class"),
         (("plan", "--hf", "ViTConfig", "--budget", "1GB"), "no language model"),
         (("plan", "--hf", "GPT2Config", "--seq", "2048", "--budget", "1GB"), "allows 1024 tokens"),
+        (("plan", STEP, "--budget", "1GB", "--host-budget", "1GB"), "give --link with it"),
+        (("plan", STEP, "--budget", "1GB", "--link", "25"), "25"),
         (("show", "absent.json"), "No such file"),
         (("policy", "--layers", 2, "--hidden", 100, "--heads", 3, "--seq", 8, "--memory", "1GB"), "do not divide"),
     ],
@@ -127,7 +145,18 @@ def test_show(saved):
     table = run("show", saved, "--module", "h.*.linear").stdout
     assert "mm_0" in table
     assert "mm_2" in table
-    assert "no tensor of a module" in " ".join(run("show", saved, "--module", "g", code=2).stderr.split())
+    assert "no module 'g' in this step" in " ".join(run("show", saved, "--module", "g", code=2).stderr.split())
+
+
+def test_show_and_explain_list_the_same_tensors(saved):
+    shown = as_json("show", saved, "--module", "h.*")["tensors"]
+    explained = as_json("explain", saved, "h.*", "--no-price")["tensors"]
+    assert [t["name"] for t in shown] == [t["decision"]["name"] for t in explained]
+    assert len(shown) == 4 * 3  # what the backward of these modules makes is not theirs
+    temporary = sum(t["action"] == "temporary" for t in shown)
+    assert temporary == sum(t["decision"]["action"] == "temporary" for t in explained) > 0
+    assert f"and {temporary} temporary ones" in run("show", saved, "--module", "h.*").stdout
+    assert f"{temporary} more are temporary" in run("explain", saved, "h.*", "--no-price").stdout
 
 
 def test_show_writes_the_report(saved, tmp_path):
@@ -157,6 +186,10 @@ def test_compare(saved, tmp_path):
     assert found["changes"] == [{"module": "h.1", "a": "recomputed", "b": "kept", "tensors": 1, "bytes": 10 * MB}]
     assert found["a"]["budget_bytes"] == 205 * MB
     assert "10.00 MB" in run("compare", saved, other).stdout
+    more = tmp_path / "more.json"
+    make_plan({0, 1, 2, 3}, budget=205 * MB).save(more)
+    text = run("compare", other, more).stdout
+    assert re.search(r"h\.0–1,3 ×3 +│ kept +│ recomputed +│ +3 +│ +30\.00 MB", text)
     assert not as_json("compare", saved, unlike)["same_step"]
     assert "same with every tensor" in run("compare", saved, saved).stdout
 
@@ -180,7 +213,10 @@ def test_sweep_of_a_saved_plan(saved, tmp_path):
     assert png.read_bytes()[:4] == b"\x89PNG"
     with table.open() as file:
         rows = list(csv.DictReader(file))
-    assert sum(row["name"] == "plan" for row in rows) == 6
+    peaks = {b["peak_bytes"] for b in found["baselines"]}
+    assert {int(row["budget_bytes"]) for row in rows if row["name"] == "plan"} == peaks | {
+        p["budget_bytes"] for p in points
+    }
     assert [row["knee"] for row in rows].count("1") == (found["knee"] is not None)
     assert "checkpoint every block" in run("sweep", saved, "--budgets", "2", "--time-limit", "0.5").stdout
 
@@ -209,9 +245,11 @@ def test_export(saved, tmp_path):
 
 
 def test_as_a_module_errors_are_lines_and_nothing_else_is_printed():
-    program = (sys.executable, "-m", "scheduler", "plan", STEP, "--budget", "20kB")
+    program = (sys.executable, "-m", "scheduler", "plan", STEP, "--budget", "20kB", "--time-limit", "1")
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("error: No schedule")
+    assert "Raise the budget to --budget 0.0" in done.stderr
+    assert "budget_gb" not in done.stderr
     assert "Traceback" not in done.stderr

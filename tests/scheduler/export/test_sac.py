@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphs.links import Link
 from scheduler import plan as plan_step
 from scheduler.decisions import Action
 from scheduler.export.sac import saved_occurrences
@@ -35,6 +36,11 @@ class Blocks(nn.Module):
                 x = block(x)
             else:
                 x = checkpoint(block, x, use_reentrant=False, context_fn=self.policies[i])
+        return x.square().mean()
+
+
+class Mean(nn.Module):
+    def forward(self, x):
         return x.square().mean()
 
 
@@ -91,3 +97,47 @@ def test_numbers_are_those_of_the_plain_model_and_products_kept_are_not_run_agai
 def test_unknown_module(planned):
     with pytest.raises(ValueError, match=r"no forward op in a module 'blocks\.7'"):
         planned.to_sac_policy("blocks.7")
+
+
+def test_a_plan_with_copies_is_refused(model, x):
+    keep_all = plan_step(model, None, (x,))
+    share = keep_all.static_bytes + 0.7 * (keep_all.keep_all_peak_bytes - keep_all.static_bytes)
+    link = Link(1e12, 1e12, latency_ns=0)
+    moving = plan_step(model, f"{int(share)}B", (x,), offload="auto", link=link, host_budget_gb=1)
+    moved = {d.module_path.split(".")[1] for d in moving.decisions if d.action is Action.OFFLOADED}
+    assert moved
+    with pytest.raises(ValueError, match="which eager checkpointing cannot do"):
+        moving.to_sac_policy(f"blocks.{min(moved)}")
+    stays = {"0", "1", "2"} - moved
+    assert stays
+    moving.to_sac_policy(f"blocks.{min(stays)}")
+
+
+class Dropping(nn.Module):
+    """Products before and after a dropout, which eager mode on the CPU computes as a product too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        wide = self.up(x)
+        return self.down(nn.functional.dropout(wide * wide.sigmoid(), 0.25)) * x
+
+
+def test_products_of_dropouts_are_not_taken_for_others(caplog, x):
+    torch.manual_seed(0)
+    model = Dropping()
+    planned = plan_step(nn.Sequential(model, Mean()), None, (x,))
+    saved = saved_occurrences(planned, "0")
+    assert len(saved["aten.mul.Tensor"]) == 2
+    assert len(saved["aten.native_dropout.default"]) == 1
+    results = []
+    for context in (None, planned.to_sac_policy("0")):
+        torch.manual_seed(1)
+        model.zero_grad()
+        y = model(x) if context is None else checkpoint(model, x, use_reentrant=False, context_fn=context)
+        y.square().mean().backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert "runs more often" not in caplog.text
