@@ -396,5 +396,12 @@ class _Builder:
                 "so that no plan made beforehand can hold; compute it outside the scheduled module"
             )
 
+        if any(value.layout is not torch.strided for value in tensors_of(node.meta.get("val"))):
+            path = module_path_of(node, self.module_names) or "the model"
+            raise UnsupportedModelError(
+                f"{path}: {target} ({source_of(node) or node.name}) makes a sparse tensor, which cannot be planned: "
+                "use dense gradients (sparse=False), or schedule the modules around it"
+            )
+
     def _rng_state_bytes(self) -> int:
         return torch.get_rng_state().numel() if self.device.type == "cpu" else 0

@@ -108,7 +108,7 @@ def schedule(
         BudgetError: the budget is not a positive amount of memory.
         Infeasible: no plan was found within the budget (here with samples, else from the first call).
         CaptureError: the step is not one graph (the message names the line), or the module is sharded by FSDP.
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is no module, ``optimizer`` no optimizer, or samples are no tuple and dict.
         ValueError: ``model`` is a wrapper such as ``DistributedDataParallel``: give ``model.module``.
 
     """
@@ -127,6 +127,7 @@ def schedule(
         host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
     )
     settings.check()
+    _check_arguments("sample_args", sample_args, "sample_kwargs", sample_kwargs, optimizer)
     if allow_graph_breaks and (plan is not None or sample_args or sample_kwargs):
         raise ValueError(
             "with allow_graph_breaks=True pieces are planned while the step runs: give no samples and no plan"
@@ -232,6 +233,7 @@ def plan(
         host_bytes=None if host_budget_gb is None else parse_budget(host_budget_gb),
     )
     settings.check()
+    _check_arguments("args", args, "kwargs", kwargs, optimizer)
     loss_fn = _loss(loss_fn, model)
     parts = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
     with fake_step(nn.ModuleList(parts), args, kwargs or {}) as (twins, fake_args, fake_kwargs):
@@ -314,6 +316,15 @@ def _check_module(model: object, function: str) -> None:
             f"{function}() takes the module that {type(model).__name__} wraps: give model.module; the wrapper stays"
         )
     check_not_sharded(model)
+
+
+def _check_arguments(args_name: str, args: object, kwargs_name: str, kwargs: object, optimizer: object) -> None:
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{args_name} takes a tuple of the forward's arguments, as (batch,), and got {args!r:.200}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"{kwargs_name} takes a dict of the forward's keyword arguments, and got {kwargs!r:.200}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer takes a torch.optim.Optimizer, and got {optimizer!r:.200}")
 
 
 def _loss(loss_fn: object, model: nn.Module) -> Callable[..., Any] | None:

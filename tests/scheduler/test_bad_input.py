@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.errors import CaptureError, CheckpointSchedulerError
+from graphs.errors import CaptureError, CheckpointSchedulerError, UnsupportedModelError
 from scheduler import Infeasible, plan, plan_of, schedule, unschedule
 from tests.models import make_mlp
 from tests.planning import UNLIMITED
@@ -146,6 +146,28 @@ def test_options_that_make_no_sense(case, keyword, value):
     with pytest.raises((ValueError, TypeError), match=keyword.replace("_s", "")):
         schedule(case.model, UNLIMITED, **{keyword: value})
     assert_unchanged(case.model, before)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "remedy"),
+    [
+        ("sample_args", torch.zeros(3), r"as \(batch,\)"),
+        ("sample_args", 3, r"as \(batch,\)"),
+        ("sample_kwargs", [1], "takes a dict"),
+        ("optimizer", 3, r"torch\.optim\.Optimizer"),
+    ],
+)
+def test_arguments_of_a_wrong_type(case, keyword, value, remedy):
+    before = fingerprint(case.model)
+    with pytest.raises(TypeError, match=f"{keyword} .*{remedy}"):
+        schedule(case.model, 1, **{keyword: value})
+    assert_unchanged(case.model, before)
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8))
+    with pytest.raises(UnsupportedModelError, match=r"makes a sparse tensor.*sparse=False"):
+        schedule(model, 1, sample_args=(torch.zeros(4, dtype=torch.long),))
 
 
 def test_a_model_without_trainable_parameters_does_what_plain_does(case):
