@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from graphs.errors import CheckpointSchedulerError
-from scheduler import Infeasible, Plan, measure_peak, plan_of, schedule
-from solvers import AutoSolver, Problem
+from scheduler import Infeasible, MinimumBudget, Plan, measure_peak, plan_of, schedule
+from scheduler.replan import least_budget
 from tests.planning import UNLIMITED, exactly
 from tests.training import TrainingOptions, differences, train
 from tests.zoo.registry import ZOO
 
 LEVELS = ("floor", "middle", "unlimited")
-#: Seconds to plan in: 1 keeps the zoo short. Where another load leaves no plan within that, it is tried again.
-TIME_LIMITS_S = (1.0, 20.0)
+#: Seconds to plan in, and to look for the floor in: few, to keep the zoo short.
+TIME_LIMIT_S, FLOOR_LIMIT_S = 1.0, 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +55,20 @@ def _plain(name: str) -> list[dict[str, Any]]:
     return train(ZOO[name].make, None, TrainingOptions())
 
 
-def floor_of(plan: Plan) -> int:
-    """Least budget, in bytes, for which the portfolio finds a plan of this step; found without capturing it again."""
-    problem = Problem.from_graph(plan.graph, plan.costs, 1, static_bytes=plan.static_bytes)
-    floor = AutoSolver(time_limit_s=TIME_LIMITS_S[0]).solve(problem).floor_bytes
-    assert floor is not None, "no floor was found"
-    return floor
-
-
 @functools.cache
-def budgets_of(name: str) -> dict[str, str]:
-    """The three budgets at which an entry is assessed.
+def floor_of(name: str) -> MinimumBudget:
+    """The least budget for which a plan of an entry is found; the step is not captured again.
 
     Raises:
         CheckpointSchedulerError: the model is refused.
 
     """
-    plan = assess(name, UNLIMITED).plan
-    floor, peak = floor_of(plan), plan.keep_all_peak_bytes
+    return least_budget(assess(name, UNLIMITED).plan, time_limit_s=FLOOR_LIMIT_S)
+
+
+def budgets_of(name: str) -> dict[str, str]:
+    """The three budgets at which an entry is assessed. Raises as :func:`floor_of`."""
+    floor, peak = floor_of(name).bytes, floor_of(name).plan.keep_all_peak_bytes
     return {"floor": exactly(floor), "middle": exactly((floor + peak) // 2), "unlimited": UNLIMITED}
 
 
@@ -84,7 +80,7 @@ def assess(name: str, budget: str) -> Outcome:
     peaks: list[int] = []
 
     def wrap(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-        _schedule(model, budget, args, kwargs)
+        _schedule(model, name, budget, args, kwargs)
         plan = plan_of(model)
         assert plan is not None
         plans.append(plan)
@@ -102,12 +98,14 @@ def assess(name: str, budget: str) -> Outcome:
     return Outcome(plans[0], tuple(peaks), tuple(found))
 
 
-def _schedule(model: nn.Module, budget: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    first, second = TIME_LIMITS_S
+def _schedule(model: nn.Module, name: str, budget: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Plan for a budget. Where the short time leaves no plan at the floor, that with which the floor was found runs."""
     try:
-        schedule(model, budget, sample_args=args, sample_kwargs=kwargs, time_limit_s=first)
+        schedule(model, budget, sample_args=args, sample_kwargs=kwargs, time_limit_s=TIME_LIMIT_S)
     except Infeasible:
-        schedule(model, budget, sample_args=args, sample_kwargs=kwargs, time_limit_s=second)
+        if budget == UNLIMITED or budget != budgets_of(name)["floor"]:
+            raise
+        schedule(model, sample_args=args, sample_kwargs=kwargs, plan=floor_of(name).plan)
 
 
 def refusal_of(name: str) -> str:
