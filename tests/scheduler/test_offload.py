@@ -100,6 +100,7 @@ def test_equal_to_plain_training_and_within_the_budget(device):
     assert peak == pytest.approx(model.plan.peak_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
     x = batch(device=device)

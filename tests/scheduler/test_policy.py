@@ -192,6 +192,7 @@ def test_command():
     assert "No policy fits" in refused.stdout
 
 
+@pytest.mark.slow
 def test_op_level_plans_are_no_slower_at_the_same_memory():
     model = Transformer(layers=8, hidden=256, heads=8, seq=256)
     selective, full, fifth = op_level_rows(model, "a100", layers=8)
