@@ -81,7 +81,6 @@ def share_casts(joint: fx.GraphModule, num_forward_outputs: int, regions: Mappin
         if shared:
             results[position] = _summed_in_casts(joint.graph, gradient, regions, order)
             output.args = (results,)
-            joint.graph.eliminate_dead_code()
 
 
 def _casts_by_region(weight: fx.Node, regions: Mapping[str, int]) -> Mapping[int, Sequence[fx.Node]]:
