@@ -114,7 +114,7 @@ def make_model(options: argparse.Namespace) -> transformers.GPT2LMHeadModel:
         n_positions=options.tokens,
         n_embd=options.width,
         n_layer=options.layers,
-        n_head=options.width // 64,
+        n_head=max(1, options.width // 64),
         use_cache=False,
     )
     model = transformers.GPT2LMHeadModel(config)

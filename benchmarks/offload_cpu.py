@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from benchmarks.common import Table, arguments, finish, interleave, write_results
+from benchmarks.demo import make_model
 from scheduler import Infeasible, Plan, measure_peak, plan, schedule
 from scheduler.replan import least_budget
 from solvers.offload import offload_floor
@@ -64,43 +65,13 @@ def main() -> None:
     )
     failures: list[str] = []
     for link in LINKS:
-        model = copy.deepcopy(plain)
         try:
-            host = {"offload": True, "link": link, "host_budget_gb": 8}
-            schedule(model, f"{budget}B", sample_kwargs=batch, never_recompute=NEVER_AGAIN, **host)
+            cells, found = measure(link, plain, batch, budget, options.rounds)
         except Infeasible as error:
             failures.append(f"{link}: {error}")
             continue
-        made: Plan = model.plan
-        equal = all(same(step_of(plain, batch, seed)(), step_of(model, batch, seed)()) for seed in range(EQUAL_STEPS))
-        peak = measured_peak(model, batch)
-        times = interleave(
-            {"plain": step_of(plain, batch, 0), "offload": step_of(model, batch, 0)}, rounds=options.rounds
-        )
-        seconds = {name: statistics.median(taken) for name, taken in times.items()}
-        error = made.step_time_ns / 1e9 / seconds["offload"] - 1
-        table.add(
-            link,
-            f"{made.host_use.host_bytes / 1e6:.1f}",
-            sum(isinstance(s, Compute) for s in made.steps) - len(made.graph.ops),
-            f"{made.host_use.stall_ns / 1e6:.1f}",
-            f"{made.step_time_ns / 1e6:.1f}",
-            f"{1e3 * seconds['offload']:.1f}",
-            f"{100 * error:+.1f}",
-            f"{1e3 * seconds['plain']:.1f}",
-            f"{made.keep_all_time_ns / 1e6:.1f}",
-            f"{made.peak_bytes / 1e6:.2f}",
-            f"{peak / 1e6:.2f}",
-            "yes" if equal else "NO",
-        )
-        if not equal:
-            failures.append(f"{link}: losses or gradients differ from plain training")
-        if not made.host_use.copies:
-            failures.append(f"{link}: nothing is copied")
-        if peak > budget or abs(made.peak_bytes / peak - 1) > PEAK_ERROR:
-            failures.append(f"{link}: peak of {peak:,} bytes, {made.peak_bytes:,} predicted, {budget:,} allowed")
-        if abs(error) > TIME_ERROR:
-            failures.append(f"{link}: the predicted step time is {error:+.1%} off")
+        table.add(link, *cells)
+        failures += [f"{link}: {failure}" for failure in found]
     table.show()
     if not options.no_write:
         note = f"The budget is {SHARE:g} of the least that the search found for plans without copies."
@@ -108,20 +79,47 @@ def main() -> None:
     finish(failures)
 
 
-def make_model(options: argparse.Namespace) -> GPT2LMHeadModel:
-    """GPT-2 with a vocabulary of bytes, random weights, and its usual dropout."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        n_positions=options.tokens,
-        n_embd=options.width,
-        n_layer=options.layers,
-        n_head=max(1, options.width // 64),
-        use_cache=False,
+def measure(
+    link: str, plain: GPT2LMHeadModel, batch: dict[str, torch.Tensor], budget: int, rounds: int
+) -> tuple[tuple[object, ...], list[str]]:
+    """Train a copy under the budget beside the plain model: the row's figures, and what is wrong with them.
+
+    Raises:
+        Infeasible: no plan was found.
+
+    """
+    model = copy.deepcopy(plain)
+    host = {"offload": True, "link": link, "host_budget_gb": 8}
+    schedule(model, f"{budget}B", sample_kwargs=batch, never_recompute=NEVER_AGAIN, **host)
+    made: Plan = model.plan
+    equal = all(same(step_of(plain, batch, seed)(), step_of(model, batch, seed)()) for seed in range(EQUAL_STEPS))
+    peak = measured_peak(model, batch)
+    times = interleave({"plain": step_of(plain, batch, 0), "offload": step_of(model, batch, 0)}, rounds=rounds)
+    seconds = {name: statistics.median(taken) for name, taken in times.items()}
+    error = made.step_time_ns / 1e9 / seconds["offload"] - 1
+    failures: list[str] = []
+    if not equal:
+        failures.append("losses or gradients differ from plain training")
+    if not made.host_use.copies:
+        failures.append("nothing is copied")
+    if peak > budget or abs(made.peak_bytes / peak - 1) > PEAK_ERROR:
+        failures.append(f"peak of {peak:,} bytes, {made.peak_bytes:,} predicted, {budget:,} allowed")
+    if abs(error) > TIME_ERROR:
+        failures.append(f"the predicted step time is {error:+.1%} off")
+    cells = (
+        f"{made.host_use.host_bytes / 1e6:.1f}",
+        sum(isinstance(s, Compute) for s in made.steps) - len(made.graph.ops),
+        f"{made.host_use.stall_ns / 1e6:.1f}",
+        f"{made.step_time_ns / 1e6:.1f}",
+        f"{1e3 * seconds['offload']:.1f}",
+        f"{100 * error:+.1f}",
+        f"{1e3 * seconds['plain']:.1f}",
+        f"{made.keep_all_time_ns / 1e6:.1f}",
+        f"{made.peak_bytes / 1e6:.2f}",
+        f"{peak / 1e6:.2f}",
+        "yes" if equal else "NO",
     )
-    return GPT2LMHeadModel(config).train()
+    return cells, failures
 
 
 def make_batch(options: argparse.Namespace) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from scheduler import measure_peak, offload_activations, schedule
 from scheduler.eager_offload import COPIES_UNDER_WAY
 from scheduler.runtime.transfers import ThreadTransfers, TransferError
+from tests.scheduler.stepping import same, step
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 KB = 1000
@@ -45,18 +46,6 @@ def batch(rows=128, device="cpu"):
 def offloaded(model, **options):
     on_cpu = next(model.parameters()).device.type == "cpu"
     return offload_activations(model, **{"least_bytes": KB, "link": "20GB/s" if on_cpu else None} | options)
-
-
-def step(model, x, seed=1):
-    torch.manual_seed(seed)
-    model.zero_grad()
-    loss = model(x)
-    loss.backward()
-    return [loss.detach(), *[p.grad.clone() for p in model.parameters()], *[b.clone() for b in model.buffers()]]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def copied(handle):

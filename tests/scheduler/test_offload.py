@@ -12,6 +12,7 @@ from scheduler import Plan, graphs_of, measure_peak, minimum_budget, plan, sched
 from scheduler.runtime import transfers
 from scheduler.runtime.transfers import CudaTransfers, HostMemoryError, Slot, ThreadTransfers, TransferError
 from solvers.solution import Offload, Prefetch
+from tests.scheduler.stepping import same, step
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 FAST = Link(1e12, 1e12, latency_ns=0, least_bytes=1024)
@@ -61,18 +62,6 @@ def offloaded(model, x, share=0.75, link=FAST, **options):
     budget = f"{int(static + share * (peak - static))}B"
     options = {"costs": "roofline", "offload": True, "link": link} | options
     return schedule(model, budget, sample_args=(x,), **options)
-
-
-def step(model, x, seed=1):
-    torch.manual_seed(seed)
-    model.zero_grad()
-    loss = model(x)
-    loss.backward()
-    return [loss.detach(), *[p.grad.clone() for p in model.parameters()], *[b.clone() for b in model.buffers()]]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def transfers_behind(model):

@@ -30,6 +30,14 @@ def cast(enabled=True):
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
 
 
+def called_under_autocast(model):
+    """A step whose forward alone is in the context, as is usual."""
+    with cast():
+        output = model(X)
+    output.square().sum().backward()
+    return output
+
+
 class Cast(nn.Module):
     """Two layers, of which ``inside`` puts the second in a context of the forward's own, or both, one in another."""
 
@@ -148,24 +156,12 @@ def test_frozen_weight_used_several_times():
 
 
 def test_weight_used_several_times_under_autocast_around_the_module():
-    def step(model):
-        with cast():
-            output = model(X)
-        output.square().sum().backward()
-        return output
-
-    compare(lambda: Shared(lambda layer, x: layer(layer(x).sin().exp())), step, recomputes=False)
+    compare(lambda: Shared(lambda layer, x: layer(layer(x).sin().exp())), called_under_autocast, recomputes=False)
 
 
 @pytest.mark.parametrize("fraction", [FLOOR, UNLIMITED])
 def test_autocast_around_the_module(fraction):
-    def step(model):
-        with cast():
-            output = model(X)
-        output.square().sum().backward()
-        return output
-
-    compare(Cast, step, fraction=fraction, recomputes=False)
+    compare(Cast, called_under_autocast, fraction=fraction, recomputes=False)
 
 
 @pytest.mark.parametrize("inside", ["on", "off", "nested"])
@@ -174,14 +170,8 @@ def test_autocast_inside_the_module(inside):
 
 
 def test_off_inside_of_a_context_around_the_module_stays_off_in_the_backward():
-    def step(model):
-        with cast():
-            output = model(X)
-        output.square().sum().backward()
-        return output
-
-    compare(lambda: Shared(in_nested_regions), step, recomputes=False)
-    compare(lambda: Cast("off"), step, recomputes=False)
+    compare(lambda: Shared(in_nested_regions), called_under_autocast, recomputes=False)
+    compare(lambda: Cast("off"), called_under_autocast, recomputes=False)
 
 
 def test_backward_inside_the_context_of_what_ran_outside_is_refused():
