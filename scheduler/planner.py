@@ -22,6 +22,7 @@ from scheduler.blame import blame
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
 from scheduler.plan import Plan
+from scheduler.progress import quiet_progress
 from scheduler.runtime.transfers import CudaTransfers, Slot, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
 from solvers.bounds import floor_lower_bound
@@ -214,7 +215,8 @@ def cost_model(capture: Capture, settings: Settings) -> Costs:
             raise ValueError(f"costs of {len(settings.costs.time_ns)} ops for a step of {len(capture.graph.ops)} ops")
         return settings.costs
     if settings.costs == "profiled":
-        costs = profiled(capture.nodes, capture.device)
+        with quiet_progress(f"timing the ops of {capture.graph.name} on {capture.device}") as show:
+            costs = profiled(capture.nodes, capture.device, progress=show)
     else:
         costs = roofline(capture.nodes, settings.device_spec or "cpu")
     return _with_replay_workspace(capture, costs)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 
@@ -59,18 +58,6 @@ def working(message: str) -> Iterator[None]:
                 yield
             finally:
                 _spinning.pop()
-
-
-@contextlib.contextmanager
-def progress(message: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar of ``total`` steps, on a terminal only. Call what is yielded after each step."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(message, total=total)
-        yield lambda: bar.advance(task)
 
 
 def table(*columns: str) -> Table:

@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from scheduler.cli import options
-from scheduler.cli.console import note, output, print_json, progress, table, working
+from scheduler.cli.console import note, output, print_json, table, working
 from scheduler.cli.plan import plan_step
 from scheduler.cli.source import StepSource
+from scheduler.progress import progress
 from scheduler.replan import DEFAULT_POINTS, Sweep, spread_budgets
 from scheduler.replan import sweep as sweep_plan
 from scheduler.units import format_bytes, format_time
