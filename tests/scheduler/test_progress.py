@@ -12,40 +12,36 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(params=[io.StringIO, Terminal])
-def stderr(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    made = request.param()
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
 
 
-def test_bars_are_drawn_on_terminals_and_nowhere_else(stderr):
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_bars_are_drawn_on_terminals_and_nowhere_else(kind, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", kind())
     with progress("solving", 3) as advance:
         for _ in range(3):
             advance()
     with quiet_progress("timing") as show:
         for done in range(1, 4):
             show(done, 3)
-    text = stderr.getvalue()
-    if stderr.isatty():
+    text = sys.stderr.getvalue()
+    if kind is Terminal:
         assert "solving" in text
         assert "timing" in text
+        assert "3/3" in text
     else:
         assert text == ""
-
-
-def test_a_bar_without_steps_shows_nothing(stderr):
-    with quiet_progress("timing"):
-        pass
-    assert "timing" not in stderr.getvalue()
 
 
 def test_timing_beside_a_bar_has_no_thread_that_draws(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     before = threading.active_count()
     with quiet_progress("timing") as show:
+        assert "timing" not in sys.stderr.getvalue()
         show(1, 2)
+        assert "timing" in sys.stderr.getvalue()
         assert threading.active_count() == before
