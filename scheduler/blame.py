@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from graphs.constraints import is_from_user
@@ -39,17 +40,34 @@ def blame(problem: Problem, graph: TrainingGraph) -> Blame:
         graph: says in its reasons what the user has asked for.
 
     """
-    held = _bytes_held(graph)
+    return blame_parts([(problem, graph)], lambda problems: _has_plan(problems[0]))
+
+
+def blame_parts(
+    parts: Sequence[tuple[Problem, TrainingGraph]], have_plans: Callable[[Sequence[Problem]], bool]
+) -> Blame:
+    """Look for the constraints without which problems that have no plans together would have them.
+
+    Args:
+        parts: each problem with its graph, as for :func:`blame`.
+        have_plans: whether there are plans for such problems, in this order, once they are freed of constraints.
+
+    """
+    held: collections.Counter[str] = collections.Counter()
+    for _, graph in parts:
+        held.update(_bytes_held(graph))
     if not held:
         return Blame()
+
+    def helps(*lifted: str) -> bool:
+        return have_plans([_without(problem, graph, lifted) for problem, graph in parts])
+
     labels = sorted(held, key=lambda label: (-held[label], label))
-    if not _has_plan(_without(problem, graph, labels)):
+    if not helps(*labels):
         return Blame(
             (), f"The constraints ({_listed(labels)}) do not decide it: no plan was found without them either."
         )
-    alone = [
-        label for label in labels[:_MOST_TRIED] if len(labels) > 1 and _has_plan(_without(problem, graph, [label]))
-    ]
+    alone = [label for label in labels[:_MOST_TRIED] if len(labels) > 1 and helps(label)]
     binding = tuple(alone or labels)
     named = " or ".join(f"{label} ({format_bytes(held[label])})" for label in alone) or _listed(labels)
     return Blame(binding, f"Within the budget there is a plan without {named}: lift that, or raise the budget.")

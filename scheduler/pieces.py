@@ -23,7 +23,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,6 +31,7 @@ from torch import nn
 
 from graphs._torch import storage_identity
 from graphs.joint import Capture
+from scheduler.blame import blame_parts
 from scheduler.errors import Infeasible
 from scheduler.plan import Plan
 from scheduler.planner import Settings, budget_of, cost_model, plan_from, problem_of, solver_of
@@ -231,13 +232,29 @@ class Pieces:
             return
         peak = self._peak(path)
         if peak > self.budget:
+            parts = [(piece.problem, piece.plan.graph) for piece in path]
+            blamed = blame_parts(parts, lambda problems: self._peak(self._at_floors(path, problems)) <= self.budget)
+            detail = (
+                f"Breaks divide the graph; the first {len(path)} pieces alone need {format_bytes(peak)}, each at the "
+                "least memory for which a plan was found. Buffers and random streams are where they were."
+            )
             raise Infeasible(
                 budget_bytes=self.budget,
                 static_bytes=sum(self.common.values()),
-                detail=f"Breaks divide the graph; the first {len(path)} pieces alone need {format_bytes(peak)}, each "
-                "at the least memory for which a plan was found. Buffers and random streams are where they were.",
+                detail=" ".join(part for part in (detail, blamed.sentence) if part),
+                constraints=blamed.binding,
             )
         self._checked.add(path)
+
+    def _at_floors(self, path: Path, problems: Sequence[Problem]) -> Path:
+        """A path whose pieces solve other problems, those that changed at the least memory that they need."""
+        changed = []
+        for piece, problem in zip(path, problems, strict=True):
+            if problem != piece.problem:
+                solution = find_floor(problem, time_limit_s=self.settings.time_limit_s).plan
+                piece = dataclasses.replace(piece, problem=problem, solution=solution)  # noqa: PLW2901
+            changed.append(piece)
+        return tuple(changed)
 
     def _taken(self, path: Path) -> list[int]:
         """What each piece of a path finds taken by the rest of the step, its own extra inputs included."""

@@ -129,6 +129,17 @@ def test_pieces_that_do_not_fit_together_are_refused():
         steps(schedule(made(), f"{least_budget() * 9 // 10}B", costs="roofline", allow_graph_breaks=True), 1)
 
 
+def test_a_refusal_names_the_constraint():
+    budget = f"{least_budget()}B"
+    steps(schedule(made(), budget, costs="roofline", allow_graph_breaks=True), 1)
+    held = schedule(
+        made(), budget, costs="roofline", allow_graph_breaks=True, keep=["left"], never_recompute=["first.0"]
+    )
+    with pytest.raises(Infeasible, match=r"pieces.*a plan without keep='left'") as caught:
+        steps(held, 1)
+    assert caught.value.constraints == ("keep='left'",)
+
+
 def test_a_refusal_after_the_first_piece_moves_nothing():
     """Buffers that are written, and one that is replaced; the random stream."""
 
