@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from graphs.ir import StorageKind
@@ -107,7 +107,7 @@ def fit(
     if plain < top:
         probe.plan(max(1, plain))  # raises where not even the least size fits
         anchors = {n: probe.floor(n) for n in {1, max(1, plain), min(2, top)} if n in (1, plain) or plain < 2}
-        largest = probe.largest(top, anchors, probe.fits, max(1, plain))
+        largest = probe.largest(top, anchors, probe.planned, max(1, plain))
     else:
         largest = top
     sizes = sorted({n for n in (plain, (plain + largest) // 2, largest) if n})
@@ -122,7 +122,7 @@ def _largest_plain(probe: _Prober, top: int) -> int:
     if not probe.fits_plainly(1):
         return 0
     needs = {n: probe.plain_peak(n) for n in {1, min(2, top)}}
-    return probe.largest(top, needs, probe.fits_plainly, 1)
+    return probe.largest(top, needs, probe.plainly, 1)
 
 
 class _Prober:
@@ -133,13 +133,16 @@ class _Prober:
         self.captured = functools.cache(lambda n: capture(n * multiple))
         self.solver = solver
         self.plans: dict[int, Plan] = {}
-        self.needs: dict[int, int] = {}  # least budget with a plan, of the sizes that were refused
 
     def plain_peak(self, n: int) -> int:
         return self.captured(n).keep_all_peak_bytes
 
     def fits_plainly(self, n: int) -> bool:
         return self.plain_peak(n) <= self.budget
+
+    def plainly(self, n: int) -> tuple[bool, int | None]:
+        """Whether a size fits without recomputation, and what it needs."""
+        return self.fits_plainly(n), self.plain_peak(n)
 
     def floor(self, n: int) -> int:
         return find_floor(self.captured(n).problem).bytes
@@ -149,22 +152,23 @@ class _Prober:
             self.plans[n] = replan(self.captured(n), self.budget, solver=self.solver)
         return self.plans[n]
 
-    def fits(self, n: int) -> bool:
+    def planned(self, n: int) -> tuple[bool, int | None]:
+        """Whether a size has a plan, and about what a size without one needs at least, where that is known."""
         try:
             self.plan(n)
         except Infeasible as error:
-            if error.floor_bytes is not None:
-                self.needs[n] = error.floor_bytes
-            return False
-        return True
+            return False, error.floor_bytes or error.floor_lower_bound_bytes
+        return True, None
 
-    def largest(self, top: int, needs: dict[int, int], fits: Callable[[int], bool], low: int) -> int:
+    def largest(
+        self, top: int, needs: Mapping[int, int], probed: Callable[[int], tuple[bool, int | None]], low: int
+    ) -> int:
         """The largest ``n`` up to ``top`` that fits, where ``low`` fits (or is 0).
 
         First where the line through the known needs meets the budget, then a neighbour of it; a stretch in which that
-        does not help is halved.
+        does not help, or of whose upper end the need is not known, is halved.
         """
-        high, stride = top + 1, 1
+        needs, high, stride = dict(needs), top + 1, 1
         guess = _secant(needs, self.budget)
         for probe in range(_MOST_PROBES):
             if high - low <= 1:
@@ -172,13 +176,15 @@ class _Prober:
             if probe > _FREE_PROBES and high <= top:
                 guess = (low + high) // 2
             guess = min(max(guess, low + 1), high - 1)
-            if fits(guess):
+            fits, need = probed(guess)
+            if need is not None:
+                needs[guess] = need
+            if fits:
                 low = guess
                 guess, stride = low + stride, 2 * stride
             else:
                 high = guess
-                needs = needs | {guess: self.needs[guess]} if guess in self.needs else needs
-                guess = _secant(needs, self.budget)
+                guess = (low + high) // 2 if need is None else _secant(needs, self.budget)
         return low
 
     def row(self, n: int) -> FitRow:
@@ -193,12 +199,14 @@ class _Prober:
         return FitRow(size, plan, speed, gained)
 
 
-def _secant(needs: dict[int, int], budget: int) -> int:
-    """Where the line through the two sizes whose needs are nearest to the budget meets it."""
-    nearest = sorted(sorted(needs.items(), key=lambda item: abs(item[1] - budget))[:2])
-    if len(nearest) < 2 or nearest[1][1] <= nearest[0][1]:
+def _secant(needs: Mapping[int, int], budget: int) -> int:
+    """Where the line through the needs on either side of the budget meets it, or else the two that are nearest."""
+    within = [item for item in sorted(needs.items()) if item[1] <= budget]
+    above = [item for item in sorted(needs.items()) if item[1] > budget]
+    chosen = [within[-1], above[0]] if within and above else (within[-2:] or above[:2])
+    if len(chosen) < 2 or chosen[1][1] <= chosen[0][1]:
         return 2 * max(needs)
-    (n0, y0), (n1, y1) = nearest
+    (n0, y0), (n1, y1) = chosen
     return int(n0 + (budget - y0) * (n1 - n0) / (y1 - y0))
 
 

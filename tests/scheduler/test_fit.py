@@ -70,6 +70,21 @@ def test_the_largest_that_fits(budget, multiple):
         assert (row.gained_per_gb > 0) <= (not row.plan.is_noop)
 
 
+def test_first_sizes_that_mislead_cost_few_captures():
+    """Needs that hardly grow from 1 to 2: the line through them overshoots by far."""
+    captured = []
+
+    def capture(size):
+        captured.append(size)
+        return keep_all_plan(9 + size if size < 3 else 5 * size)
+
+    found = fit(capture, 5000 * MB)
+    assert found.plain >= 3
+    assert found.refused is not None
+    assert capture(found.plain).keep_all_peak_bytes <= 5000 * MB < capture(found.plain + 1).keep_all_peak_bytes
+    assert len(captured) - 2 <= 12
+
+
 def test_a_limit_on_the_size():
     found = fit(keep_all_plan, 10**12, most=5)
     assert (found.largest, found.refused, found.plain) == (5, None, 5)
