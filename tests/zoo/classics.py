@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import Tensor, nn
 
 from tests.models import Block, Case
-from tests.zoo.common import Batch, classes_loss, integers, normal
+from tests.zoo.common import Batch, classes_loss, integers, loss_inside, normal
 
 # --- recurrent ------------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def make_lstm_cell_loop() -> Case:
     def make_batch(seed: int) -> Batch:
         return (normal(8, 16, 12, seed=seed),), {}
 
-    return Case(CellLoop(12, 24), make_batch, lambda y: y.pow(2).mean())
+    return loss_inside(CellLoop(12, 24), make_batch, lambda y: y.pow(2).mean())
 
 
 # --- convolutional --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def make_wavenet() -> Case:
     def make_batch(seed: int) -> Batch:
         return (normal(4, 1, 128, seed=seed),), {}
 
-    return Case(WaveNet(16, 5), make_batch, lambda y: y.pow(2).mean())
+    return loss_inside(WaveNet(16, 5), make_batch, lambda y: y.pow(2).mean())
 
 
 # --- graphs and point clouds ----------------------------------------------------------------------------------------

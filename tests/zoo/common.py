@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.models import Case
 
@@ -41,6 +42,28 @@ class Entry:
     def __post_init__(self) -> None:
         if (self.rtol or self.atol) and not self.tolerance_reason:
             raise ValueError("a tolerance needs its reason")
+
+
+class LossInside(nn.Module):
+    """A model that takes its loss itself, and returns it with its detached outputs.
+
+    For losses that need as much memory as the outputs: taken outside of the module, it would not be in the budget, and
+    a plan that holds much at the end of its forward would peak above it.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Loss, outputs."""
+        outputs = self.model(*args, **kwargs)
+        return self.loss(outputs), pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+
+
+def loss_inside(model: nn.Module, make_batch: Callable[[int], Batch], loss: Callable[[Any], Tensor]) -> Case:
+    """A case of a model with its loss in the module (see :class:`LossInside`)."""
+    return Case(LossInside(model, loss), make_batch, lambda result: result[0])
 
 
 def generator(seed: int) -> torch.Generator:

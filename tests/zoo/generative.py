@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import Tensor, nn
 
 from tests.models import Case, make_unet
-from tests.zoo.common import Batch, classes_loss, integers, normal
+from tests.zoo.common import Batch, classes_loss, integers, loss_inside, normal
 
 
 class TimeBlock(nn.Module):
@@ -114,13 +114,13 @@ class VAE(nn.Module):
 
 
 def make_vae() -> Case:
-    """VAE that returns the reconstruction and the divergence; the loss is put together outside."""
+    """VAE that returns the reconstruction and the divergence; of which the loss is put together."""
     torch.manual_seed(0)
 
     def make_batch(seed: int) -> Batch:
         return (normal(8, 1, 16, 16, seed=seed),), {}
 
-    return Case(VAE(8, 6), make_batch, lambda output: output[0].pow(2).mean() + 0.1 * output[1])
+    return loss_inside(VAE(8, 6), make_batch, lambda output: output[0].pow(2).mean() + 0.1 * output[1])
 
 
 class Generator(nn.Module):
