@@ -22,7 +22,8 @@ from graphs.ir import StorageKind
 from graphs.joint import Capture
 from graphs.kernels import as_executed, device_of, first_tensor
 from scheduler.runtime import rng
-from scheduler.runtime.transfers import ARRIVE, FETCH, LEAVE, OFFLOAD, Slot, Transfers
+from scheduler.runtime.host_pool import Slot
+from scheduler.runtime.transfers import ARRIVE, FETCH, LEAVE, OFFLOAD, Transfers
 from solvers.problem import Problem
 from solvers.solution import Compute, Free, Offload, Prefetch, Step
 

@@ -23,7 +23,8 @@ from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
 from scheduler.plan import Plan
 from scheduler.progress import quiet_progress
-from scheduler.runtime.transfers import CudaTransfers, Slot, ThreadTransfers, Transfers
+from scheduler.runtime.host_pool import Slot
+from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
 from solvers.bounds import floor_lower_bound
 from solvers.problem import Problem
