@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphs.links import Link
-from scheduler import Plan, graphs_of, measure_peak, minimum_budget, plan, schedule, unschedule
+from scheduler import Infeasible, Plan, graphs_of, measure_peak, minimum_budget, plan, schedule, unschedule
 from scheduler.runtime.host_pool import HostMemoryError, HostPool
 from scheduler.runtime.transfers import CudaTransfers, TransferError
 from solvers.solution import Offload, Prefetch
@@ -99,6 +99,19 @@ def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
         assert same(step(plain, x, seed), step(model, x, seed))
     model.zero_grad()
     assert measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes <= budget
+
+
+def test_a_budget_that_is_too_small_names_the_floors_with_copies_and_without():
+    x = batch(64)
+    once = {"never_recompute": ("aten.addmm", "aten.mm")}
+    with pytest.raises(Infeasible, match=r"with copies to the host, and .* without") as caught:
+        offloaded(make(depth=2), x, share=0.0, **once)
+    error = copy.copy(caught.value)  # by way of its pickle
+    assert error.static_bytes < error.floor_lower_bound_bytes <= error.floor_bytes < error.floor_without_copies_bytes
+    with pytest.raises(Infeasible) as plain:
+        offloaded(make(depth=2), x, share=0.0, offload=False, link=None, **once)
+    assert plain.value.floor_bytes == error.floor_without_copies_bytes
+    assert plain.value.floor_without_copies_bytes is None
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
