@@ -121,8 +121,9 @@ class _Search:
             if len(done) >= max_states or time.perf_counter() > deadline:
                 return False
             done.add(state)
-            if space.is_goal(state):
-                heapq.heappush(queue, (elapsed[state] + all_settled(state), -state.position, next(tie), True, state))
+            over = elapsed[state] + all_settled(state)
+            if space.is_goal(state) and over < self.limit:
+                heapq.heappush(queue, (over, -state.position, next(tie), True, state))
             for step, took, successor in space.successors(state):
                 cost = elapsed[state] + took
                 if successor in done or cost >= elapsed.get(successor, math.inf):
