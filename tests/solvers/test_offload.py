@@ -186,7 +186,7 @@ def test_against_all_schedules():
     assert facts["plans"] >= 0.6 * facts["solved"], facts
 
 
-@pytest.mark.parametrize("seed", [1012, 1013, 1033])
+@pytest.mark.parametrize("seed", [1013, 1020, 1042])
 def test_the_search_proves_what_the_moments_leave_open(seed):
     problem = hosted(seed)
     best = OffloadBruteForceSolver().solve(problem)
@@ -199,7 +199,7 @@ def test_the_search_proves_what_the_moments_leave_open(seed):
     assert found.step_time_ns == found.lower_bound_ns == best.step_time_ns
     below = HostSearchSolver().solve(problem.with_budget(find_offload_floor(problem).lower_bound.bytes - 1))
     assert below.status is Status.INFEASIBLE
-    early = HostSearchSolver(max_states=20).solve(problem, known)
+    early = HostSearchSolver(max_states=5).solve(problem, known)
     assert early.lower_bound_ns <= best.step_time_ns
     assert early.status is (Status.TIME_LIMIT if known is None else Status.FEASIBLE)
 
