@@ -76,10 +76,14 @@ def main() -> None:
     if not options.no_write:
         notes = [
             f"The budget is {SHARE:g} of the least that the search found for plans without copies.",
-            f"Never run again: {', '.join(NEVER_AGAIN)}. With all free to run again copies hardly lower the least "
-            "budget of GPT-2: see [offload_reach.md](offload_reach.md).",
-            "Peaks are those of the device, here what the step allocates outside of the pool of host buffers, whose "
-            "bytes are in the column of the host.",
+            (
+                f"Never run again: {', '.join(NEVER_AGAIN)}. With all free to run again copies hardly lower the least "
+                "budget of GPT-2: see [offload_reach.md](offload_reach.md)."
+            ),
+            (
+                "Peaks are those of the device, here what the step allocates outside of the pool of host buffers, whose "
+                "bytes are in the column of the host."
+            ),
         ]
         print(write_results("offload_cpu", "Offload on the CPU: predicted against measured", [table], notes))
     finish(failures)
