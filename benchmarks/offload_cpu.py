@@ -81,8 +81,8 @@ def main() -> None:
                 "budget of GPT-2: see [offload_reach.md](offload_reach.md)."
             ),
             (
-                "Peaks are those of the device, here what the step allocates outside of the pool of host buffers, whose "
-                "bytes are in the column of the host."
+                "Peaks are those of the device, here what the step allocates outside of the pool of host buffers; "
+                "their bytes are in the column of the host."
             ),
         ]
         print(write_results("offload_cpu", "Offload on the CPU: predicted against measured", [table], notes))

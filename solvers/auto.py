@@ -102,36 +102,34 @@ class AutoSolver:
     def _with_host(self, problem: Problem, start: float) -> Solution:
         """The plan of the offload solver, or a faster one without copies where that is not within the gap."""
         moved = OffloadSolver(gap=self.gap, time_limit_s=self.time_limit_s * _HOST_SHARE).solve(problem)
-        is_tiny = len(problem.time_ns) <= _TINY_HOST
-        if moved.status is Status.OPTIMAL and not (is_tiny and not self._is_proven(moved, moved.lower_bound_ns)):
+        bound, is_tiny = moved.lower_bound_ns, len(problem.time_ns) <= _TINY_HOST
+        if moved.status is Status.OPTIMAL and (self._is_proven(moved, bound) or not is_tiny):
             return moved
         solver = dataclasses.replace(self, time_limit_s=max(self._left(start), 1.0))
         plain = solver.solve(problem.with_link(None, 0))
         best = _fastest([moved, plain])
-        if is_tiny and not self._is_proven(best, moved.lower_bound_ns):
+        if is_tiny and best.status is not Status.INFEASIBLE and not self._is_proven(best, bound):
             search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
             best = search.solve(problem, best if best.status.has_plan else None)
-            moved = dataclasses.replace(moved, lower_bound_ns=max(moved.lower_bound_ns, best.lower_bound_ns))
-            if best.status is Status.INFEASIBLE:
-                moved = dataclasses.replace(moved, status=best.status)
+            bound = max(bound, best.lower_bound_ns)
         if not best.status.has_plan:
-            is_proven = Status.INFEASIBLE in (moved.status, best.status)
-            best = self._below_the_floor(problem, plain, start, is_proven=is_proven)
-            if not best.status.has_plan:
-                return dataclasses.replace(best, lower_bound_ns=moved.lower_bound_ns)
+            best = self._below_the_floor(problem, best, plain, start)
+        if not best.status.has_plan:
+            return dataclasses.replace(best, lower_bound_ns=bound)
         return dataclasses.replace(
             best,
-            status=Status.OPTIMAL if self._within(best, moved.lower_bound_ns) else Status.FEASIBLE,
-            lower_bound_ns=min(moved.lower_bound_ns, best.step_time_ns),
+            status=Status.OPTIMAL if self._within(best, bound) else Status.FEASIBLE,
+            lower_bound_ns=min(bound, best.step_time_ns),
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _below_the_floor(self, problem: Problem, plain: Solution, start: float, *, is_proven: bool) -> Solution:
-        """The answer where no plan with copies was found: how much is needed, with copies and without.
+    def _below_the_floor(self, problem: Problem, moved: Solution, plain: Solution, start: float) -> Solution:
+        """The answer where no plan was found, with copies or without: how much is needed, of both.
 
         The search for that may still find a plan.
         """
         assert plain.floor_bytes is not None
+        is_proven = moved.status is Status.INFEASIBLE
         plan, lower = lower_with_copies(problem, plain.floor_bytes, time_limit_s=_FLOOR_S)
         if plan is not None and plan.peak_bytes <= problem.budget_bytes:
             return plan
