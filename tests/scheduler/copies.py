@@ -20,18 +20,20 @@ def transfers_behind(model):
 
 
 def delay(moving, draw):
-    """Have each copy begin late by what ``draw`` returns, in seconds."""
-    if isinstance(moving, ThreadTransfers):
-        moving.delay = draw
-        return
-    start = CudaTransfers._start
+    """Have each copy begin late by what ``draw`` returns, in seconds; until then what comes back is no number."""
+    start = type(moving)._start
 
     def late(target, source, after, *, outward):
-        with torch.cuda.stream(moving._out if outward else moving._back):
-            torch.cuda._sleep(int(1e9 * draw()))  # cycles
+        if not outward:
+            target.fill_(255)
+        if isinstance(moving, CudaTransfers):
+            with torch.cuda.stream(moving._out if outward else moving._back):
+                torch.cuda._sleep(int(1e9 * draw()))  # cycles
         return start(moving, target, source, after, outward=outward)
 
     moving._start = late
+    if isinstance(moving, ThreadTransfers):
+        moving.delay = draw
 
 
 def fail_copies(moving, message):
@@ -129,10 +131,16 @@ def simulate_cuda(monkeypatch):
     monkeypatch.setattr(
         "scheduler.backend.transfers_of", lambda capture, plan, slots: CudaTransfers(slots, capture.device)
     )
-    let_go = CudaTransfers._let_go
+    start, let_go = CudaTransfers._start, CudaTransfers._let_go
+
+    def poisoned(self, target, source, after, *, outward):
+        if not outward:
+            target.fill_(255)
+        return start(self, target, source, after, outward=outward)
 
     def checked(self, handle):
         assert handle.end.over, "dropped while a copy may still use it"
         let_go(self, handle)
 
+    monkeypatch.setattr(CudaTransfers, "_start", poisoned)
     monkeypatch.setattr(CudaTransfers, "_let_go", checked)
