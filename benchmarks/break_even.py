@@ -81,7 +81,7 @@ def main() -> None:
         "Saved: added time of the plan without copies less that with them. Host memory is not limited. Between the "
         "bandwidths that were tried, those of the first table are read off a line over their logarithms."
     )
-    if not options.no_write:
+    if curves and not options.no_write:
         draw(curves, setting)
         title = "From which bandwidth on copies to the host pay"
         print(write_results("break_even", title, [ends, rows], [note, "![added time by bandwidth](break_even.png)"]))
