@@ -23,6 +23,7 @@ from solvers.solution import Offload, Prefetch
 
 FRACTIONS = (0.5, 0.4, 0.3, 0.25)
 BANDWIDTHS = (0.5, 1, 2, 4, 8, 12, 16, 25, 35, 50, 75, 100, 150, 200, 450)  # GB/s each way
+LEAST_BYTES = 2**20  # the same for all links, so that a plan for one is a plan for any
 PAYS, FREE = 0.5, 0.1  # per cent of the step
 GAP, SECONDS = 0.002, 15.0
 
@@ -93,7 +94,8 @@ def sweep(problem: Problem) -> list[Point]:
     points: list[Point] = []
     best: Solution | None = None
     for bandwidth in BANDWIDTHS:
-        linked = problem.with_link(parse_link(f"{bandwidth}GB/s"), 10**12)
+        link = dataclasses.replace(parse_link(f"{bandwidth}GB/s"), least_bytes=LEAST_BYTES)
+        linked = problem.with_link(link, 10**12)
         found = AutoSolver(time_limit_s=SECONDS, gap=GAP).solve(linked)
         if best is not None:
             replayed = simulate(linked, best.steps)
