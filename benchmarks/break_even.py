@@ -1,9 +1,10 @@
 """From which bandwidth on copies to the host pay: added time of Llama-3-8B's step against that of the link.
 
 The step is captured offline and timed by the roofline of an H100; the times are those of the simulator for plans that
-the validator has passed. Fractions are of the keep-all peak without the parameters. A plan made for a slower link is
-replayed on the next faster one, and stays where it is the better one there. Copies are said to pay where they take at
-least half a per cent of the step off the plan that only recomputes. Passes where no link makes a plan slower.
+the validator has passed. Fractions are of the keep-all peak without the parameters. A plan made for a slower link, or
+without one, is replayed on the next faster one, and stays where it is the better one there. Copies are said to pay
+where they take at least half a per cent of the step off the plan that only recomputes. Passes where no link makes a
+plan slower.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks.common import RESULTS, Table, arguments, finish, write_results
 from benchmarks.problems import captured, llama
 from graphs.links import LINKS, parse_link
-from solvers import AutoSolver, Problem, Solution, simulate, validate
+from solvers import AutoSolver, Problem, Solution, Status, simulate, validate
 from solvers.solution import Offload, Prefetch
 
 FRACTIONS = (0.5, 0.4, 0.3, 0.25)
@@ -61,7 +62,7 @@ def main() -> None:
             failures.append(f"{fraction:g}: {without.message}")
             continue
         alone = _per_cent(problem, without.step_time_ns)
-        points = sweep(problem)
+        points = sweep(problem, without)
         for p in points:
             times = (p.added, p.bound, alone - p.added)
             host = f"{p.host_bytes / 1e9:.1f}"
@@ -89,19 +90,18 @@ def main() -> None:
     finish(failures)
 
 
-def sweep(problem: Problem) -> list[Point]:
-    """The best plan for each bandwidth, from the slowest to the fastest."""
+def sweep(problem: Problem, without: Solution) -> list[Point]:
+    """The best plan for each bandwidth, from the slowest to the fastest, beginning with one that copies nothing."""
     points: list[Point] = []
-    best: Solution | None = None
+    best = without
     for bandwidth in BANDWIDTHS:
         link = dataclasses.replace(parse_link(f"{bandwidth}GB/s"), least_bytes=LEAST_BYTES)
         linked = problem.with_link(link, 10**12)
         found = AutoSolver(time_limit_s=SECONDS, gap=GAP).solve(linked)
-        if best is not None:
-            replayed = simulate(linked, best.steps)
-            if not found.status.has_plan or replayed.step_time_ns < found.step_time_ns:
-                figures = {"step_time_ns": replayed.step_time_ns, "peak_bytes": replayed.peak_bytes}
-                found = dataclasses.replace(found, status=best.status, steps=best.steps, **figures)
+        replayed = simulate(linked, best.steps)
+        if not found.status.has_plan or replayed.step_time_ns < found.step_time_ns:
+            figures = {"step_time_ns": replayed.step_time_ns, "peak_bytes": replayed.peak_bytes}
+            found = dataclasses.replace(found, status=Status.FEASIBLE, steps=best.steps, **figures)
         validate(linked, found)
         best = found
         points.append(_point(linked, found, bandwidth))
