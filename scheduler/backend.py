@@ -27,7 +27,7 @@ from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings, transfers_of
 from scheduler.remembered import RememberedPlans
-from scheduler.runtime.transfers import HostMemoryError
+from scheduler.runtime.host_pool import HostMemoryError
 from scheduler.static import static_memory
 from solvers.solution import Compute
 

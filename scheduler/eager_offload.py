@@ -28,7 +28,8 @@ from scheduler.attach import attachment_of
 from scheduler.errors import parse_budget
 from scheduler.memory import free_bytes, tensors_in
 from scheduler.planner import HOST_SHARE
-from scheduler.runtime.transfers import CudaTransfers, HostMemoryError, Slot, ThreadTransfers, Transfers
+from scheduler.runtime.host_pool import HostMemoryError, Slot
+from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,9 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
 
     Attributes:
         budget_bytes: the budget that was asked for.
-        floor_bytes: least budget for which a plan was found, or ``None`` where none was.
+        floor_bytes: least budget for which a plan was found, or ``None`` where none was; with copies to the host where
+            these are allowed.
+        floor_without_copies_bytes: the same for plans that copy nothing, where copies are allowed.
         floor_lower_bound_bytes: proven: no schedule fits in less; ``None`` where not computed.
         static_bytes: part of any budget that no schedule can lower (parameters, gradients, optimizer state, inputs).
         binding_op: name of the op that needs the most; empty where unknown.
@@ -64,6 +66,7 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         static_bytes: int,
         floor_bytes: int | None = None,
         floor_lower_bound_bytes: int | None = None,
+        floor_without_copies_bytes: int | None = None,
         binding_op: str = "",
         binding_module: str = "",
         detail: str = "",
@@ -72,6 +75,7 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.floor_lower_bound_bytes = floor_lower_bound_bytes
+        self.floor_without_copies_bytes = floor_without_copies_bytes
         self.static_bytes = static_bytes
         self.binding_op = binding_op
         self.binding_module = binding_module
@@ -94,7 +98,9 @@ class Infeasible(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as
             f"No schedule {verdict} run this training step within the budget of {format_bytes(self.budget_bytes)}."
         ]
         if floor is not None:
-            parts.append(f"The least budget for which a plan was found is {format_bytes(floor)}.")
+            alone = self.floor_without_copies_bytes
+            copies = "" if alone is None else f" with copies to the host, and {format_bytes(alone)} without"
+            parts.append(f"The least budget for which a plan was found is {format_bytes(floor)}{copies}.")
         else:
             parts.append("The least budget for which a plan exists was not determined.")
         if bound is not None:

@@ -23,9 +23,11 @@ from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
 from scheduler.plan import Plan
 from scheduler.progress import quiet_progress
-from scheduler.runtime.transfers import CudaTransfers, Slot, ThreadTransfers, Transfers
+from scheduler.runtime.host_pool import Slot
+from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
 from solvers.bounds import floor_lower_bound
+from solvers.offload import offload_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution
@@ -240,7 +242,7 @@ def solver_of(settings: Settings) -> Solver:
 
 def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> Infeasible:
     """The error that says how much a step needs at least, which op binds, and which constraints of the user's do."""
-    bound = floor_lower_bound(problem)
+    bound = offload_floor(problem) if problem.has_host_tier else floor_lower_bound(problem)
     blamed = blame(problem, graph)
     detail = "" if solution.floor_bytes is not None else solution.message
     return Infeasible(
@@ -248,6 +250,7 @@ def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> In
         static_bytes=problem.static_bytes,
         floor_bytes=solution.floor_bytes,
         floor_lower_bound_bytes=solution.floor_lower_bound_bytes or bound.bytes,
+        floor_without_copies_bytes=solution.floor_without_copies_bytes,
         binding_op=problem.op_names[bound.op],
         binding_module=problem.op_modules[bound.op],
         detail=" ".join(part for part in (detail, blamed.sentence) if part),

@@ -8,8 +8,10 @@ import time
 from solvers.baselines import BASELINES
 from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
+from solvers.host_search import HostSearchSolver
 from solvers.moments import MomentsSolver
-from solvers.offload import OffloadSolver, offload_floor
+from solvers.offload import OffloadSolver
+from solvers.offload_floor import lower_with_copies
 from solvers.problem import Problem
 from solvers.prune import pruned
 from solvers.rematerialise import Rematerialiser
@@ -19,6 +21,7 @@ from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
 
 _HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
+_FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
 _MOST_PRUNED = 2  # of the baselines that fit, the fastest
@@ -26,6 +29,7 @@ _WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
 _SHARE = 0.7  # of what is left then, for the chain solver, and of what that leaves for the walk
 _PRUNE_S = 2.0  # for the plan of the floor, where the time limit has passed
 _TINY = 24  # ops up to which all schedules are searched: mostly within a second
+_TINY_HOST = 8  # the same with a host tier, whose copies make states many more
 _STATES = 50_000  # of that search
 
 
@@ -98,30 +102,50 @@ class AutoSolver:
     def _with_host(self, problem: Problem, start: float) -> Solution:
         """The plan of the offload solver, or a faster one without copies where that is not within the gap."""
         moved = OffloadSolver(gap=self.gap, time_limit_s=self.time_limit_s * _HOST_SHARE).solve(problem)
-        if moved.status is Status.OPTIMAL:
+        bound, is_tiny = moved.lower_bound_ns, len(problem.time_ns) <= _TINY_HOST
+        if moved.status is Status.OPTIMAL and (self._is_proven(moved, bound) or not is_tiny):
             return moved
         solver = dataclasses.replace(self, time_limit_s=max(self._left(start), 1.0))
         plain = solver.solve(problem.with_link(None, 0))
         best = _fastest([moved, plain])
+        if is_tiny and best.status is not Status.INFEASIBLE and not self._is_proven(best, bound):
+            search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
+            best = search.solve(problem, best if best.status.has_plan else None)
+            bound = max(bound, best.lower_bound_ns)
         if not best.status.has_plan:
-            bound = offload_floor(problem)
-            how = "no schedule fits" if moved.status is Status.INFEASIBLE else "no schedule was found that fits"
-            known = (
-                ""
-                if plain.floor_bytes is None
-                else f"; without copies a plan exists from {plain.floor_bytes:,} bytes on"
-            )
-            return dataclasses.replace(
-                plain,
-                message=f"{how} {problem.budget_bytes:,} bytes with {problem.host_bytes:,} bytes of host memory{known}",
-                floor_lower_bound_bytes=bound.bytes,
-                lower_bound_ns=moved.lower_bound_ns,
-            )
+            best = self._below_the_floor(problem, best, plain, start)
+        if not best.status.has_plan:
+            return dataclasses.replace(best, lower_bound_ns=bound)
         return dataclasses.replace(
             best,
-            status=Status.OPTIMAL if self._within(best, moved.lower_bound_ns) else Status.FEASIBLE,
-            lower_bound_ns=min(moved.lower_bound_ns, best.step_time_ns),
+            status=Status.OPTIMAL if self._within(best, bound) else Status.FEASIBLE,
+            lower_bound_ns=min(bound, best.step_time_ns),
             solve_seconds=time.perf_counter() - start,
+        )
+
+    def _below_the_floor(self, problem: Problem, moved: Solution, plain: Solution, start: float) -> Solution:
+        """The answer where no plan was found, with copies or without: how much is needed, of both.
+
+        The search for that may still find a plan.
+        """
+        assert plain.floor_bytes is not None
+        is_proven = moved.status is Status.INFEASIBLE
+        plan, lower = lower_with_copies(problem, plain.floor_bytes, time_limit_s=_FLOOR_S)
+        if plan is not None and plan.peak_bytes <= problem.budget_bytes:
+            return plan
+        least = plain.floor_bytes if plan is None else plan.peak_bytes
+        bound = max(lower.bytes, problem.budget_bytes + 1 if is_proven else 0)
+        return dataclasses.replace(
+            plain,
+            solve_seconds=time.perf_counter() - start,
+            message=(
+                f"{'no schedule fits' if is_proven else 'no schedule was found that fits'} {problem.budget_bytes:,} "
+                f"bytes with {problem.host_bytes:,} bytes of host memory; with copies a plan exists from {least:,} "
+                f"bytes on, without them from {plain.floor_bytes:,}"
+            ),
+            floor_bytes=least,
+            floor_lower_bound_bytes=min(bound, least),
+            floor_without_copies_bytes=plain.floor_bytes,
         )
 
     def _best(self, problem: Problem, moments: Solution, start: float) -> Solution:

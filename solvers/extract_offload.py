@@ -30,7 +30,7 @@ from solvers.solution import Compute, Free, Offload, Prefetch, Step
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Stay:
-    """One stay of a storage on the device, over positions of the order, both inclusive.
+    """One stay of a storage on the device, over positions of the order, both inclusive; what stays ends at its length.
 
     ``fetched``: it comes back from the host rather than being produced. ``start`` is then the position by which it is
     needed, until a place for the copy is found; the copy starts before the execution there.
@@ -52,7 +52,7 @@ def overlapped_steps(problem: Problem, decisions: Decisions) -> tuple[Step, ...]
     planned = _Order(problem)
     planned.follow(decisions)
     order, stays = planned.order, planned.stays
-    live = np.array([problem.workspace_bytes[op] for op in order], dtype=np.int64)
+    live = np.array([*(problem.workspace_bytes[op] for op in order), 0], dtype=np.int64)
     for stay in stays:
         live[stay.start : stay.last + 1] += problem.storage_bytes[stay.storage]
     stays = _Departures(problem, stays, live).walk(order)
@@ -87,7 +87,7 @@ class _Order:
         final = sorted(self.problem.live_at_end)
         self._produce(final)
         for s in final:
-            self._use(s, len(self.order) - 1)
+            self._use(s, len(self.order))
 
     def _produce(self, storages: Iterable[int]) -> None:
         """Execute what it takes so that the storages are resident or on the host."""
@@ -143,12 +143,7 @@ class _Departures:
     def walk(self, order: Sequence[int]) -> list[_Stay]:
         """Prolong the stays of what leaves; return the stays that are left."""
         for position, op in enumerate(order):
-            for stay in self.starting.get(position, ()):
-                self._meet(stay, position)
-            while self.leaving and (self.leaving[0][0] <= self.now or self._is_short(position)):
-                end, stay = self.leaving.popleft()
-                self.now = max(self.now, end)
-                self._prolong(stay, position)
+            self._settle(position)
             self.now += self.problem.time_ns[op]
             self._copy_out(op)
             for stay in self.ending.get(position, ()):
@@ -156,7 +151,17 @@ class _Departures:
                     entry = (self.copied_by[stay.storage], stay)
                     bisect.insort(self.leaving, entry, key=lambda entry: entry[0])
                     self.held += self.problem.storage_bytes[stay.storage]
+        self._settle(len(order))
         return [stay for stay in self.stays if stay not in self.merged]
+
+    def _settle(self, position: int) -> None:
+        """End the stays of what has left before a position, or must have, since memory is short there."""
+        for stay in self.starting.get(position, ()):
+            self._meet(stay, position)
+        while self.leaving and (self.leaving[0][0] <= self.now or self._is_short(position)):
+            end, stay = self.leaving.popleft()
+            self.now = max(self.now, end)
+            self._prolong(stay, position)
 
     def _is_short(self, position: int) -> bool:
         return bool(self.live[position] + self.held > self.problem.capacity_bytes)
@@ -215,14 +220,11 @@ def _steps(problem: Problem, order: Sequence[int], stays: list[_Stay]) -> tuple[
     """Write the stays out as steps: around each execution first what is fetched, at last what is dropped."""
     fetched: dict[int, list[tuple[int, int]]] = {}
     dropped: dict[int, list[int]] = {}
-    last: dict[int, _Stay] = {}
     for index, stay in enumerate(stays):
-        last[stay.storage] = stay
         if stay.fetched:
             fetched.setdefault(stay.start, []).append((index, stay.storage))
         dropped.setdefault(stay.last, []).append(stay.storage)
     comes_back = {stay.storage for stay in stays if stay.fetched}
-    kept = {s for s in problem.live_at_end if s in last}
     steps: list[Step] = []
     copied: set[int] = set()
     for position, op in enumerate(order):
@@ -231,6 +233,6 @@ def _steps(problem: Problem, order: Sequence[int], stays: list[_Stay]) -> tuple[
         leaving = [s for s in problem.outputs[op] if s in comes_back and s not in copied]
         copied.update(leaving)
         steps.extend(Offload(s) for s in leaving)
-        gone = (s for s in dropped.get(position, ()) if not (s in kept and last[s].last == position))
-        steps.extend(Free(s) for s in sorted(gone))
+        steps.extend(Free(s) for s in sorted(dropped.get(position, ())))
+    steps.extend(Prefetch(s) for _, s in sorted(fetched.get(len(order), ())))
     return tuple(steps)

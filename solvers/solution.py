@@ -97,6 +97,7 @@ class Solution:
         message: what happened, in words; names the op that binds where infeasible.
         floor_bytes: least budget for which a plan was found while looking (static included), or ``None``.
         floor_lower_bound_bytes: no schedule fits in less than this (static included), or ``None`` where not computed.
+        floor_without_copies_bytes: ``floor_bytes`` for plans that copy nothing, where the problem has a host tier.
 
     """
 
@@ -110,6 +111,7 @@ class Solution:
     message: str = ""
     floor_bytes: int | None = None
     floor_lower_bound_bytes: int | None = None
+    floor_without_copies_bytes: int | None = None
 
     @property
     def gap(self) -> float:

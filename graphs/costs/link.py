@@ -48,16 +48,17 @@ def _signature(size: int, outward: bool) -> str:  # noqa: FBT001 - half of a key
 
 
 def _time_ns(size: int, device: torch.device, *, outward: bool) -> int:
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    target, source = (host, there) if outward else (there, host)
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(begin.elapsed_time(end) * 1e6)
+    with torch.cuda.device(device):  # events and copies are on the stream of the current device
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        target, source = (host, there) if outward else (there, host)
+        times: list[float] = []
+        for _ in range(_REPEATS + 1):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(device)
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(begin.elapsed_time(end) * 1e6)
     return max(1, round(statistics.median(times[1:])))

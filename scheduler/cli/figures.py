@@ -48,6 +48,7 @@ def infeasible_figures(error: Infeasible) -> dict[str, Any]:
         "budget_bytes": error.budget_bytes,
         "floor_bytes": error.floor_bytes,
         "floor_lower_bound_bytes": error.floor_lower_bound_bytes,
+        "floor_without_copies_bytes": error.floor_without_copies_bytes,
         "static_bytes": error.static_bytes,
         "binding_op": error.binding_op,
         "binding_module": error.binding_module,

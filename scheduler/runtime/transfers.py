@@ -21,36 +21,23 @@ import abc
 import concurrent.futures
 import dataclasses
 import itertools
-import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
 
 from graphs.errors import CheckpointSchedulerError
 from graphs.links import Link
-from scheduler._torch import StorageWeakRef, is_gone, unset_fake_temporarily
-
-logger = logging.getLogger(__name__)
+from scheduler._torch import StorageWeakRef, is_gone
+from scheduler.runtime.host_pool import HostPool, Slot
 
 
 class TransferError(CheckpointSchedulerError, RuntimeError):
     """A copy between device and host failed; the message names the tensor."""
-
-
-class HostMemoryError(CheckpointSchedulerError, MemoryError):
-    """The host memory that a plan copies to could not be allocated, or not be pinned."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
-    """A storage that is copied out: its bytes, and what to call it in messages."""
-
-    bytes: int
-    label: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,29 +62,34 @@ class Transfers(abc.ABC):
 
     """
 
+    pinned: ClassVar[bool]
+
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
         self.number = next(_numbers)
-        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
+        self.pool = HostPool(self.slots, pinned=self.pinned)
         self._busy: dict[int, _Copies] = {}  # by address of the buffer
-        self.allocated_bytes = 0
-        for slot in self.slots:
-            self._free.setdefault(slot.bytes, []).append(self._allocate(slot))
+        self._lock = threading.RLock()  # of pool and _busy: several threads may train one module
         _known[self.number] = self
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all host buffers."""
+        return self.pool.allocated_bytes
 
     def offload(self, x: torch.Tensor, slot: Slot) -> torch.Tensor:
         """Start copying the storage behind ``x`` out; return the buffer it goes to."""
         storage = x.untyped_storage()
         if storage.nbytes() != slot.bytes:
             raise TransferError(f"{slot.label} has {storage.nbytes()} bytes, and {slot.bytes} were planned")
-        self._collect()
-        free = self._free.get(slot.bytes)
-        memory = free.pop() if free else self._allocate_late(slot)
-        host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
-        alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
-        copies = _Copies(alive, slot, memory)
-        self._busy[host.data_ptr()] = copies
-        copies.out = self._start(memory, _flat(storage, x.device), None, outward=True)
+        with self._lock:
+            self._collect()
+            memory = self.pool.take(slot)
+            host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
+            alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
+            copies = _Copies(alive, slot, memory)
+            self._busy[host.data_ptr()] = copies
+        copies.out = self._begin(memory, _flat(storage, x.device), None, slot, outward=True)
         return host
 
     def leave(self, host: torch.Tensor) -> None:
@@ -117,19 +109,15 @@ class Transfers(abc.ABC):
 
         Free buffers of other sizes are given up for it where need be.
         """
-        self._collect()
-        if self._free.get(size):
-            return True
-        if self.allocated_bytes + size > limit_bytes:
-            self.allocated_bytes -= sum(other * len(free) for other, free in self._free.items())
-            self._free.clear()
-        return self.allocated_bytes + size <= limit_bytes
+        with self._lock:
+            self._collect()
+            return self.pool.has_room(size, limit_bytes)
 
     def fetch(self, host: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
         """Start copying back; return the new storage as bytes, which must not be read before :meth:`arrive`."""
         copies = self._busy[host.data_ptr()]
         there = torch.empty(size, dtype=torch.uint8, device=device)
-        copies.back = self._start(there, copies.memory, copies.out, outward=False)
+        copies.back = self._begin(there, copies.memory, copies.out, copies.slot, outward=False)
         return there
 
     def arrive(self, host: torch.Tensor) -> None:
@@ -141,45 +129,19 @@ class Transfers(abc.ABC):
 
     def _collect(self) -> None:
         """Take back the buffers that nothing refers to any more, once their copies have ended."""
-        for address, copies in [item for item in self._busy.items() if _is_over(item[1])]:
+        for address, copies in [item for item in self._busy.items() if is_gone(item[1].alive)]:
             for handle in (copies.out, copies.back):
                 if handle is not None:
                     self._settle(handle)
-            self._free.setdefault(copies.slot.bytes, []).append(copies.memory)
+            self.pool.give(copies.slot.bytes, copies.memory)
             del self._busy[address]
 
-    def _allocate_late(self, slot: Slot) -> torch.Tensor:
-        """A buffer beyond those of the plan: for a forward before the last one's backward, or a copy without a plan.
-
-        Within a step, memory that cannot be had as it should be is taken as the host has it: a slower copy is better
-        than a step that fails.
-        """
+    def _begin(self, target: torch.Tensor, source: torch.Tensor, after: Any, slot: Slot, *, outward: bool) -> Any:
+        """Start a copy; what goes wrong names the storage."""
         try:
-            return self._allocate(slot)
-        except HostMemoryError as error:
-            try:
-                memory = torch.empty(slot.bytes, dtype=torch.uint8)
-            except (RuntimeError, MemoryError):
-                raise error from None
-            logger.warning("%s. This copy goes through pageable memory, and is slower", error)
-            self.allocated_bytes += slot.bytes
-            return memory
-
-    def _allocate(self, slot: Slot) -> torch.Tensor:
-        try:
-            with unset_fake_temporarily():  # a step is lowered while its graph is traced
-                memory = self._host_memory(slot.bytes)
-        except (RuntimeError, MemoryError) as error:
-            raise HostMemoryError(
-                f"{slot.bytes:,} bytes of host memory for {slot.label} were refused after {self.allocated_bytes:,}: "
-                "lower host_budget_gb, or plan with offload=False"
-            ) from error
-        self.allocated_bytes += slot.bytes
-        return memory
-
-    @abc.abstractmethod
-    def _host_memory(self, size: int) -> torch.Tensor:
-        """Fresh host memory."""
+            return self._start(target, source, after, outward=outward)
+        except RuntimeError as error:
+            raise _failed(slot, error) from error
 
     @abc.abstractmethod
     def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> Any:
@@ -222,6 +184,8 @@ class ThreadTransfers(Transfers):
 
     """
 
+    pinned = False
+
     def __init__(self, slots: Sequence[Slot], link: Link, *, delay: Callable[[], float] = float) -> None:
         super().__init__(slots)
         self.link = link
@@ -230,9 +194,6 @@ class ThreadTransfers(Transfers):
         pools = [concurrent.futures.ThreadPoolExecutor(1, name) for name in names]
         self._out, self._back = pools[0], pools[-1]
         weakref.finalize(self, _shut_down, pools)
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> _Task:
         task = _Task(target, source)
@@ -246,7 +207,7 @@ class ThreadTransfers(Transfers):
         try:
             handle.future.result()
         except Exception as error:
-            raise TransferError(f"copying {slot.label} between device and host failed: {error}") from error
+            raise _failed(slot, error) from error
 
     def _has_ended(self, handle: _Task) -> bool:
         return handle.future.done()
@@ -288,18 +249,20 @@ class _Queued:
 class CudaTransfers(Transfers):
     """Copies of a CUDA device, on a stream for each direction, from and to pinned memory.
 
-    Tensors are held until computation has been told to wait for their copy: their memory then goes back to the
-    allocator of the stream that computes, behind that wait.
+    Each copy starts behind what computation has queued so far: a copy out reads what that makes, and a copy back writes
+    to memory that it may still read. Tensors are held until computation has been told to wait for their copy: their
+    memory then goes back to the allocator of the stream that computes, behind that wait. What nobody waits for any more
+    (a backward that raised) is held until its copy has ended.
     """
+
+    pinned = True
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         super().__init__(slots)
         self.device = device
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        weakref.finalize(self, _drain, (self._out, self._back)).atexit = False
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> _Queued:
         stream = self._out if outward else self._back
@@ -326,14 +289,19 @@ class CudaTransfers(Transfers):
         handle.end.synchronize()
 
 
+def _drain(streams: Sequence[torch.cuda.Stream]) -> None:
+    """Wait for the copies that are under way, before their tensors and buffers go."""
+    for stream in streams:
+        stream.synchronize()
+
+
 _numbers = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, Transfers] = weakref.WeakValueDictionary()
 _LIBRARY: Final = "checkpoint_scheduler"
 
 
-def _is_over(copies: _Copies) -> bool:
-    """Whether nothing refers to a host buffer any more."""
-    return is_gone(copies.alive)
+def _failed(slot: Slot, error: Exception) -> TransferError:
+    return TransferError(f"copying {slot.label} between device and host failed: {error}")
 
 
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scheduler import measure_peak, offload_activations, schedule
-from scheduler.eager_offload import COPIES_UNDER_WAY
-from scheduler.runtime.transfers import ThreadTransfers, TransferError
+from scheduler.eager_offload import COPIES_UNDER_WAY, OffloadHandle
+from scheduler.runtime.host_pool import HostPool
+from scheduler.runtime.transfers import CudaTransfers, TransferError
+from tests.scheduler.copies import delay, fail_copies, refuse_memory, simulate_cuda
 from tests.scheduler.stepping import same, step
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -78,24 +80,17 @@ def test_equal_to_plain_training(device, rows):
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
-def under_delays(seeds):
-    x = batch()
-    plain = make()
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1000, 1200), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_random_delays_change_nothing(device, seeds):
+    x = batch(device=device)
+    plain = make(device)
     model = copy.deepcopy(plain)
     handle = offloaded(model)
     for seed in seeds:
         draw = random.Random(seed)
-        handle.transfers.delay = lambda draw=draw: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random()
+        delay(handle.transfers, lambda draw=draw: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random())
         assert same(step(plain, x, seed), step(model, x, seed)), seed
-
-
-def test_random_delays_change_nothing():
-    under_delays(range(20))
-
-
-@pytest.mark.slow
-def test_hundreds_of_random_delays_change_nothing():
-    under_delays(range(1000, 1200))
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -111,8 +106,7 @@ def test_a_wait_that_is_forgotten_is_found(device, monkeypatch):
         return [p.grad for p in m.parameters()]
 
     expected = gradients(plain)
-    if device == "cpu":
-        handle.transfers.delay = lambda: 0.005
+    delay(handle.transfers, lambda: 0.005)
     for _ in range(2):
         assert same(gradients(model), expected)
     monkeypatch.setattr(type(handle.transfers), "arrive", lambda self, host: None)
@@ -131,9 +125,10 @@ def test_less_of_the_device_is_taken(device):
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_buffers_are_reused_and_do_not_grow(steps):
-    x = batch()
-    model = make()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_buffers_are_reused_and_do_not_grow(device, steps):
+    x = batch(device=device)
+    model = make(device)
     handle = offloaded(model)
     step(model, x, 0)
     before = handle.transfers.allocated_bytes
@@ -215,9 +210,10 @@ def test_what_was_changed_in_place_is_refused_as_in_plain_training(size):
         loss.backward()
 
 
-def test_a_forward_without_a_backward_gives_its_buffers_back():
-    x = batch()
-    model = make()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_forward_without_a_backward_gives_its_buffers_back(device):
+    x = batch(device=device)
+    model = make(device)
     handle = offloaded(model)
     step(model, x, 0)
     before = handle.transfers.allocated_bytes
@@ -233,9 +229,10 @@ def test_a_forward_without_a_backward_gives_its_buffers_back():
     assert handle.transfers.allocated_bytes <= 2 * before  # a branch on data may save more
 
 
-def test_two_forwards_before_their_backwards():
-    x, z = batch(), batch() * 2
-    plain = make()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_two_forwards_before_their_backwards(device):
+    x, z = batch(device=device), batch(device=device) * 2
+    plain = make(device)
     model = copy.deepcopy(plain)
     offloaded(model)
     for m in (plain, model):
@@ -266,7 +263,7 @@ def test_what_the_host_has_no_room_for_stays(monkeypatch, caplog):
     handle = offloaded(model, host_budget_gb="40kB")
     assert same(step(plain, x), step(model, x))
     assert 0 < handle.transfers.allocated_bytes <= 40 * KB
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
+    monkeypatch.setattr(HostPool, "_memory", refuse_memory)
     refused = copy.deepcopy(plain)
     handle = offloaded(refused)
     assert same(step(plain, x), step(refused, x))
@@ -289,16 +286,33 @@ def refuse_bytes(empty):
     return refusing
 
 
-def test_an_exception_in_the_worker_surfaces_with_the_module():
-    model = make()
-    handle = offloaded(model)
-
-    def fail():
-        raise OSError("the cable is out")
-
-    handle.transfers.delay = fail
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_copy_that_fails_surfaces_with_the_module(device):
+    model = make(device)
+    fail_copies(offloaded(model).transfers, "the cable is out")
     with pytest.raises(TransferError, match=r"saved tensor of (layers|norms|the model).*the cable is out"):
-        step(model, batch())
+        step(model, batch(device=device))
+
+
+@pytest.mark.parametrize("forgotten", [None, "arrive", "_wait"])
+def test_on_streams_that_do_nothing_before_they_must(forgotten, monkeypatch):
+    """The CUDA side on simulated streams, as late as they may be: a wait that is forgotten is found."""
+    simulate_cuda(monkeypatch)
+    x = batch()
+    plain = make()
+    model = copy.deepcopy(plain)
+    transfers = CudaTransfers((), torch.device("cpu"))
+    handle = OffloadHandle(model, transfers, transfers.device, least_bytes=KB, limit_bytes=10**9)
+    labels = copied(handle)
+    if forgotten is not None:
+        monkeypatch.setattr(CudaTransfers, forgotten, lambda self, *_: None)
+    expected = step(plain, x)
+    if forgotten == "_wait":
+        with pytest.raises(AssertionError, match="dropped while"):
+            step(model, x)
+    else:
+        assert same(step(model, x), expected) == (forgotten is None)
+    assert labels
 
 
 def test_an_exception_in_the_forward_leaves_nothing_behind():

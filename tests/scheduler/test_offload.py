@@ -1,6 +1,7 @@
 """Steps that copy to the host: equal to plain training whatever the copies' delays, in budget, and without a leak."""
 
 import copy
+import gc
 import random
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from torch import nn
 
 from graphs.links import Link
-from scheduler import Plan, graphs_of, measure_peak, minimum_budget, plan, schedule
-from scheduler.runtime import transfers
-from scheduler.runtime.transfers import CudaTransfers, HostMemoryError, Slot, ThreadTransfers, TransferError
+from scheduler import Infeasible, Plan, graphs_of, measure_peak, minimum_budget, plan, schedule, unschedule
+from scheduler.runtime.host_pool import HostMemoryError, HostPool
+from scheduler.runtime.transfers import CudaTransfers, TransferError
 from solvers.solution import Offload, Prefetch
+from tests.scheduler.copies import delay, fail_copies, refuse_memory, simulate_cuda, transfers_behind
 from tests.scheduler.stepping import same, step
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -64,12 +66,6 @@ def offloaded(model, x, share=0.75, link=FAST, **options):
     return schedule(model, budget, sample_args=(x,), **options)
 
 
-def transfers_behind(model):
-    """What moves the storages of the step that was scheduled last."""
-    number = next(n.args[1] for n in graphs_of(model)[0].graph.nodes if n.target is transfers.OFFLOAD)
-    return transfers._known[number]
-
-
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_equal_to_plain_training_and_within_the_budget(device):
     x = batch(device=device)
@@ -105,6 +101,15 @@ def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
     assert measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes <= budget
 
 
+def test_a_budget_that_is_too_small_names_the_floors_with_copies_and_without():
+    x = batch(64)
+    once = {"never_recompute": ("aten.addmm", "aten.mm"), "time_limit_s": 1}
+    with pytest.raises(Infeasible, match=r"with copies to the host, and .* without") as caught:
+        offloaded(make(depth=1), x, share=0.0, **once)
+    error = copy.copy(caught.value)  # by way of its pickle
+    assert error.static_bytes < error.floor_lower_bound_bytes <= error.floor_bytes <= error.floor_without_copies_bytes
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_accumulated_gradients_are_equal(device):
     x = batch(64, device)
@@ -115,22 +120,6 @@ def test_accumulated_gradients_are_equal(device):
         for _ in range(3):
             m(x).backward()
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
-
-
-def delay(model, draw):
-    """Have each copy of a model's steps begin late by what ``draw`` returns, in seconds."""
-    moving = transfers_behind(model)
-    if isinstance(moving, ThreadTransfers):
-        moving.delay = draw
-        return
-    start = CudaTransfers._start
-
-    def late(target, source, after, *, outward):
-        with torch.cuda.stream(moving._out if outward else moving._back):
-            torch.cuda._sleep(int(1e9 * draw()))  # cycles
-        return start(moving, target, source, after, outward=outward)
-
-    moving._start = late
 
 
 DELAYS = [range(20), pytest.param(range(1000, 1200), marks=pytest.mark.slow)]
@@ -144,7 +133,7 @@ def test_random_delays_change_nothing(device, seeds):
     model = offloaded(copy.deepcopy(plain), x)
     for seed in seeds:
         draw = random.Random(seed)
-        delay(model, lambda draw=draw: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random())
+        delay(transfers_behind(model), lambda draw=draw: draw.choice((0.0, 0.0, 0.001, 0.003)) * draw.random())
         assert same(step(plain, x, seed), step(model, x, seed)), seed
 
 
@@ -155,7 +144,7 @@ def test_a_wait_that_is_forgotten_is_found(device, forgotten, monkeypatch):
     x = batch(64, device)
     plain = make(device, depth=2)
     model = offloaded(copy.deepcopy(plain), x)
-    delay(model, lambda: 0.02)
+    delay(transfers_behind(model), lambda: 0.02)
     expected = step(plain, x)
     assert same(step(model, x), expected)
     model.zero_grad()  # existing gradients count, and have the step planned anew
@@ -198,65 +187,98 @@ def test_two_forwards_before_their_backwards_and_two_models_share_no_buffers(dev
     assert same(step(plain, x), step(model, x))
     loss.backward()
     buffers = [
-        {memory.data_ptr() for free in moving._free.values() for memory in free} | set(moving._busy)
+        {memory.data_ptr() for free in moving.pool.free.values() for memory in free} | set(moving._busy)
         for moving in (transfers_behind(model), transfers_behind(other))
     ]
     assert all(len(found) >= len([s for s in kept.steps if isinstance(s, Offload)]) for found in buffers)
     assert not buffers[0] & buffers[1]
 
 
-def test_a_buffer_that_cannot_be_pinned_within_a_step_is_pageable(monkeypatch, caplog):
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_buffer_that_cannot_be_pinned_within_a_step_is_pageable(device, monkeypatch, caplog):
     """A second forward before the backward of the first needs buffers that no plan has foreseen."""
-    x = batch(64)
-    plain = make(depth=2, dropout=0.0)
+    x = batch(64, device)
+    plain = make(device, depth=2, dropout=0.0)
     model = offloaded(copy.deepcopy(plain), x)
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
+    monkeypatch.setattr(HostPool, "_memory", refuse_memory)
     for m in (plain, model):
         (m(x) + m(x)).backward()
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
     assert "pageable memory" in caplog.text
 
 
-def test_an_exception_in_the_worker_surfaces_with_the_tensor():
-    x = batch(64)
-    model = offloaded(make(depth=2), x)
-
-    def fail():
-        raise OSError("the cable is out")
-
-    transfers_behind(model).delay = fail
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_copy_that_fails_surfaces_with_the_tensor(device):
+    x = batch(64, device)
+    model = offloaded(make(device, depth=2), x)
+    fail_copies(transfers_behind(model), "the cable is out")
     with pytest.raises(TransferError, match=r"(layers|norms|the model).*the cable is out"):
         step(model, x)
 
 
-def refuse(self, size):
-    raise RuntimeError(f"no {size} bytes of pinned memory")
-
-
-def test_refused_host_memory_plans_again_without(monkeypatch, caplog):
-    x = batch(64)
-    model = make(depth=2)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_refused_host_memory_plans_again_without(device, monkeypatch, caplog):
+    x = batch(64, device)
+    model = make(device, depth=2)
     plain = copy.deepcopy(model)
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
+    monkeypatch.setattr(HostPool, "_memory", refuse_memory)
     offloaded(model, x, share=0.95, offload="auto")
     assert "planning again without a host tier" in caplog.text
     assert not any(isinstance(s, Offload) for s in model.plan.steps)
     assert same(step(plain, x), step(model, x))
 
 
-def test_refused_host_memory_ends_before_training_where_nothing_else_serves(monkeypatch, tmp_path):
-    x = batch(64)
-    plain = make(depth=2)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_refused_host_memory_ends_before_training_where_nothing_else_serves(device, monkeypatch):
+    x = batch(64, device)
+    plain = make(device, depth=2)
     saved = offloaded(copy.deepcopy(plain), x).plan
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", refuse)
+    monkeypatch.setattr(HostPool, "_memory", refuse_memory)
     with pytest.raises(HostMemoryError, match=r"bytes of host memory for .* of (layers|norms|the model).*refused"):
         schedule(copy.deepcopy(plain), plan=saved, sample_args=(x,))
 
 
-def test_refused_host_memory_is_an_error_that_says_for_what(monkeypatch):
-    monkeypatch.setattr(ThreadTransfers, "_host_memory", lambda self, size: torch.empty(-size))
-    with pytest.raises(HostMemoryError, match=r"77 bytes of host memory for relu of h\.3"):
-        ThreadTransfers([Slot(77, "relu of h.3")], FAST)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_backward_outlives_the_schedule_of_its_forward(device):
+    x = batch(64, device)
+    plain = make(device, depth=2, dropout=0.0)
+    model = offloaded(copy.deepcopy(plain), x)
+    loss = model(x)
+    unschedule(model)
+    gc.collect()
+    loss.backward()
+    plain(x).backward()
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("forgotten", [None, "arrive", "_wait"])
+def test_on_streams_that_do_nothing_before_they_must(forgotten, monkeypatch):
+    """The CUDA side on simulated streams, as late as they may be: a wait that is forgotten is found."""
+    simulate_cuda(monkeypatch)
+    x = batch(64)
+    plain = make(depth=2)
+    model = offloaded(copy.deepcopy(plain), x)
+    moving = transfers_behind(model)
+    assert isinstance(moving, CudaTransfers)
+    expected = step(plain, x)
+    if forgotten is not None:
+        monkeypatch.setattr(CudaTransfers, forgotten, lambda self, *_: None)
+    if forgotten == "_wait":
+        with pytest.raises(AssertionError, match="dropped while"):
+            step(model, x)
+        return
+    assert same(step(model, x), expected) == (forgotten is None)
+    if forgotten is None:
+        for _ in range(2):  # without a backward
+            loss = model(x)
+            del loss
+        assert same(step(plain, x, 2), step(model, x, 2)) is False  # running statistics have moved on
+        assert moving.allocated_bytes == model.plan.host_use.host_bytes
+        streams = moving._out, moving._back
+        unschedule(model)
+        del model, moving
+        gc.collect()
+        assert not any(stream.queued for stream in streams)
 
 
 def test_a_plan_with_copies_survives_saving(tmp_path):

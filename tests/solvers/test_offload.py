@@ -13,6 +13,7 @@ from solvers.bounds import find_floor
 from solvers.brute_force import BruteForceSolver
 from solvers.brute_force_offload import OffloadBruteForceSolver
 from solvers.copies_alone import copies_alone
+from solvers.host_search import HostSearchSolver
 from solvers.offload import OffloadSolver
 from solvers.offload_floor import find_offload_floor
 from solvers.problem import Problem
@@ -150,13 +151,17 @@ def campaign(seeds: range, max_states: int) -> collections.Counter:
         problem = hosted(seed)
         best = OffloadBruteForceSolver(max_states=max_states).solve(problem)
         found = OffloadSolver(gap=0.0).solve(problem)
-        if found.status.has_plan:
-            validate(problem, found)
+        chosen = AutoSolver(gap=0.0).solve(problem)
+        for plan in (found, chosen):
+            if plan.status.has_plan:
+                validate(problem, plan)
         if best.status is Status.TIME_LIMIT:
             facts["too large"] += 1
             continue
         if best.status is Status.INFEASIBLE:
             assert not found.status.has_plan, seed
+            assert chosen.status is Status.INFEASIBLE, seed
+            assert problem.budget_bytes < chosen.floor_lower_bound_bytes <= chosen.floor_bytes, seed
             continue
         validate(problem, best)
         assert found.status is not Status.INFEASIBLE, seed
@@ -165,6 +170,7 @@ def campaign(seeds: range, max_states: int) -> collections.Counter:
         if found.status.has_plan:
             assert found.step_time_ns >= best.step_time_ns, seed
             facts["plans"] += found.step_time_ns == best.step_time_ns
+        assert chosen.step_time_ns == chosen.lower_bound_ns == best.step_time_ns, seed
         plain = BruteForceSolver(find_floor=False).solve(problem)
         assert not plain.status.has_plan or best.step_time_ns <= plain.step_time_ns, seed
         facts["helped"] += not plain.status.has_plan or best.step_time_ns < plain.step_time_ns
@@ -178,6 +184,24 @@ def test_against_all_schedules():
     assert facts["helped"] >= 5, facts
     assert facts["bounds"] >= 0.7 * facts["solved"], facts
     assert facts["plans"] >= 0.6 * facts["solved"], facts
+
+
+@pytest.mark.parametrize("seed", [1013, 1020, 1042])
+def test_the_search_proves_what_the_moments_leave_open(seed):
+    problem = hosted(seed)
+    best = OffloadBruteForceSolver().solve(problem)
+    known = OffloadSolver(gap=0.0).solve(problem)
+    assert known.status is not Status.OPTIMAL
+    known = known if known.status.has_plan else None
+    found = HostSearchSolver().solve(problem, known)
+    validate(problem, found)
+    assert found.status is Status.OPTIMAL
+    assert found.step_time_ns == found.lower_bound_ns == best.step_time_ns
+    below = HostSearchSolver().solve(problem.with_budget(find_offload_floor(problem).lower_bound.bytes - 1))
+    assert below.status is Status.INFEASIBLE
+    early = HostSearchSolver(max_states=5).solve(problem, known)
+    assert early.lower_bound_ns <= best.step_time_ns
+    assert early.status is (Status.TIME_LIMIT if known is None else Status.FEASIBLE)
 
 
 @pytest.mark.slow
@@ -225,6 +249,11 @@ def test_the_floor_with_copies_is_lower_where_nothing_may_run_again():
     plain, floor = find_floor(pinned), find_offload_floor(linked)
     assert floor.bytes < plain.bytes
     assert any(isinstance(step, Prefetch) for step in floor.plan.steps)
+    below = AutoSolver().solve(linked.with_budget(floor.lower_bound.bytes - 1))
+    assert below.status is Status.INFEASIBLE
+    assert (below.floor_bytes, below.floor_without_copies_bytes) == (floor.bytes, plain.bytes)
+    assert below.floor_lower_bound_bytes == floor.lower_bound.bytes
+    assert f"with copies a plan exists from {floor.bytes} bytes on, without them from {plain.bytes}" in below.message
 
 
 def test_copies_alone_fit_with_ever_fewer_copies():
