@@ -1,175 +1,285 @@
-"""Large-neighbourhood search: free a part of the best plan, solve for it exactly with the rest fixed, and repeat."""
+"""Large-neighbourhood search: free a part of a plan, solve that part exactly with the rest fixed, and repeat.
+
+A neighbourhood is a set of ops, chosen around a recomputation that costs time, and a stretch of the plan. Within it the
+recomputations of these ops may be left out, and others may be inserted: right before an execution that reads what such
+an op makes, where memory was short since that was last used. What comes of it is a superorder of the plan, whose best
+sub-order CP-SAT finds (:mod:`solvers.suborder`). There are three kinds:
+
+- *moment*: what is not used over one execution at which memory is short, be it held or made again later;
+- *region*: ops that follow each other in the order of first executions, over the whole plan;
+- *window*: recomputations that follow each other in the plan, and what makes their inputs, over that stretch alone.
+
+Neighbourhoods grow while they are solved to the optimum, and shrink where they are not.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
+import functools
+import itertools
+import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
 
 from solvers.live import LiveBytes
 from solvers.problem import Problem
+from solvers.prune import pruned
+from solvers.simulate import compute_order, simulate, with_frees
+from solvers.solution import Solution, Status
 from solvers.suborder import Superorder, best_suborder
 
-_SLACK = 0.1
+_log = logging.getLogger(__name__)
+
+_SHORT = 0.9  # of the capacity: memory is short where so much is live
+_WORK = 0.06  # of CP-SAT per neighbourhood, about half a second
+_EASY = 0.25  # of that work: a neighbourhood solved with less was too small
+_OPTIONAL = (8, 150, 800)  # optional executions: fewest, at first, most
+_OPS = (4.0, 16.0)  # ops of a neighbourhood: fewest, at first
+_SHRINKS = 8  # of one neighbourhood that has too many optional executions
+_WORTH = 2e-4  # of the step: less than this within `patience` neighbourhoods is not worth going on
 
 
-class _Incumbent:
-    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighbourhoodSearch:
+    """Improves a plan. Proves nothing. Deterministic unless the time limit is hit.
+
+    Attributes:
+        time_limit_s: wall-clock limit.
+        most: neighbourhoods tried at most.
+        patience: it ends when so many neighbourhoods together have gained next to nothing.
+        seed: of the choice of neighbourhoods.
+
+    """
+
+    time_limit_s: float = 60.0
+    most: int = 400
+    patience: int = 30
+    seed: int = 0
+
+    def improve(self, problem: Problem, plan: Solution, *, enough_ns: int = 0) -> Solution:
+        """The plan, or a faster one; the search ends with one that takes at most ``enough_ns``."""
+        start = time.perf_counter()
+        deadline = start + self.time_limit_s
+        search = _Search(problem, compute_order(plan.steps), random.Random(self.seed))
+        recent: list[int] = []
+        while len(recent) < self.most and search.plan.again and search.time_ns > enough_ns:
+            worth = _WORTH * problem.keep_all_time_ns
+            if len(recent) >= self.patience and sum(recent[-self.patience :]) <= worth:
+                break
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                break
+            before = search.time_ns
+            search.try_one(_KINDS[len(recent) % len(_KINDS)], left)
+            recent.append(before - search.time_ns)
+        if search.time_ns >= plan.step_time_ns:
+            return plan
+        steps = with_frees(problem, search.plan.order)
+        figures = simulate(problem, steps)
+        found = Solution(
+            status=Status.FEASIBLE,
+            steps=steps,
+            step_time_ns=figures.step_time_ns,
+            peak_bytes=figures.peak_bytes,
+            lower_bound_ns=plan.lower_bound_ns,
+            solver="neighbourhoods",
+            solve_seconds=plan.solve_seconds + time.perf_counter() - start,
+        )
+        return pruned(problem, found, deadline=deadline)
+
+
+class _Plan:
+    """An order of executions that fits, laid out for the choice of neighbourhoods.
+
+    Attributes:
+        order: the ops that execute.
+        stage: per execution the op that is next to execute for the first time.
+        again: recomputations, as positions.
+
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[int], live: LiveBytes) -> None:
         self.problem = problem
         self.order = tuple(order)
-        self.live = LiveBytes(problem).during(order)
-        self.first: list[int] = []
         self.stage: list[int] = []
+        self.again: list[int] = []
+        self.recomputed_in: dict[int, set[int]] = {}  # op -> stages
+        self.events: list[list[int]] = [[] for _ in problem.storage_bytes]
+        self.reads: list[list[int]] = [[] for _ in problem.storage_bytes]
         due = 0
-        self.again: list[int] = []  # positions of recomputations
         for position, op in enumerate(order):
             self.stage.append(due)
             if op == due:
-                self.first.append(position)
                 due += 1
             else:
                 self.again.append(position)
-        self.stage_count = due
-        self.events: list[list[int]] = [[] for _ in problem.storage_bytes]
-        self.reads: list[list[int]] = [[] for _ in problem.storage_bytes]
-        for position, op in enumerate(order):
+                self.recomputed_in.setdefault(op, set()).add(due)
             for s in problem.inputs[op]:
-                self.events[s].append(position)
                 self.reads[s].append(position)
+                self.events[s].append(position)
             for s in problem.outputs[op]:
                 self.events[s].append(position)
-        self.tight = self.live >= (1 - _SLACK) * problem.capacity_bytes
-        import numpy as np
-        self.tight_before = np.concatenate(([0], np.cumsum(self.tight)))
+        self.short = live.during(order) >= _SHORT * problem.capacity_bytes
+        self._short_before = np.concatenate(([0], np.cumsum(self.short)))
+        self.weights = [problem.time_ns[order[position]] + 1 for position in self.again]
 
-    def idle_tight(self, s: int, position: int) -> bool:
-        """Whether memory is short somewhere between the use of s before position, and position."""
-        i = bisect.bisect_left(self.events[s], position)
-        if i == 0:
-            return False
-        return bool(self.tight_before[position] > self.tight_before[self.events[s][i - 1] + 1])
+    def last_event(self, s: int, position: int) -> int:
+        """The last execution before ``position`` that reads or makes ``s``."""
+        return self.events[s][bisect.bisect_left(self.events[s], position) - 1]
 
-    def superorder(self, free: Iterable[int], window: tuple[int, int]) -> Superorder:
-        problem = self.problem
-        low, high = window
-        chosen = {v for v in free if problem.recomputable[v]}
-        inserted: dict[int, list[int]] = {}
-        reads_of: dict[int, dict[int, int]] = {}  # storage -> stage -> position of inserted reader
-        has: dict[int, set[int]] = {}
-        for position in self.again:
-            has.setdefault(self.order[position], set()).add(self.stage[position])
-        count = 0
-        for v in sorted(chosen, reverse=True):
-            places: dict[int, int] = {}
-            for s in problem.outputs[v]:
-                for position in self.reads[s]:
-                    if low <= position < high and self.idle_tight(s, position):
-                        t = self.stage[position]
-                        places[t] = min(places.get(t, position), position)
-                for t, position in reads_of.get(s, {}).items():
-                    if self.idle_tight(s, position):
-                        places[t] = min(places.get(t, position), position)
-            for t, position in places.items():
-                if t <= v or t in has.get(v, ()):
-                    continue
-                inserted.setdefault(position, []).append(v)
-                count += 1
-                for s in problem.inputs[v]:
-                    d = reads_of.setdefault(s, {})
-                    d[t] = min(d.get(t, position), position)
-        ops: list[int] = []
-        optional: list[bool] = []
-        known: list[bool] = []
-        firsts = set(self.first)
-        for position, op in enumerate(self.order):
-            extra = sorted(inserted.get(position, ()))
-            ops.extend(extra)
-            optional.extend([True] * len(extra))
-            known.extend([False] * len(extra))
-            ops.append(op)
-            optional.append(position not in firsts and op in chosen and low <= position < high)
-            known.append(True)
-        return Superorder(tuple(ops), tuple(optional), tuple(known))
+    def is_short_since(self, s: int, position: int) -> bool:
+        """Whether memory is short between the last event of ``s`` and ``position``."""
+        return bool(self._short_before[position] > self._short_before[self.last_event(s, position) + 1])
+
+    @functools.cached_property
+    def waits(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Storages that are not used between two executions, held or dropped and made again: three arrays."""
+        found = [
+            (s, since, until)
+            for s, events in enumerate(self.events)
+            if self.problem.storage_bytes[s]
+            for since, until in itertools.pairwise(events)
+        ]
+        storage, since, until = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return storage, since, until
 
 
-def neighbourhoods(inc: _Incumbent, rng: random.Random, kind: int, size: int) -> tuple[set[int], tuple[int, int]]:
-    problem = inc.problem
-    whole = (0, len(inc.order))
-    weights = [problem.time_ns[inc.order[p]] + 1 for p in inc.again]
-    position = rng.choices(inc.again, weights)[0]
-    op = inc.order[position]
-    if kind == 0:  # competitors at one moment
-        s = problem.outputs[op][0]
-        i = bisect.bisect_left(inc.events[s], position)
-        previous = inc.events[s][i - 1]
-        places = [p for p in range(previous + 1, position) if inc.tight[p]]
-        if not places:
-            return {op}, whole
-        at = rng.choice(places)
-        kept = []
-        for u in range(len(problem.storage_bytes)):
-            j = bisect.bisect_right(inc.events[u], at)
-            if 0 < j < len(inc.events[u]) and problem.storage_bytes[u] and inc.events[u][j-1] != at:
-                kept.append(u)
-        chosen = {op}
-        weights = [problem.storage_bytes[u] ** 0.5 for u in kept]
-        while kept and len(chosen) < size:
-            k = rng.choices(range(len(kept)), weights)[0]
-            u = kept.pop(k); weights.pop(k)
-            chosen.add(problem.producer[u])
-        return chosen, whole
-    if kind == 1:  # neighbours in the graph order
-        low = max(0, op - rng.randrange(size))
-        return set(range(low, low + size)), whole
-    # time window
-    around = sorted(inc.again)
-    i = bisect.bisect_left(around, position)
-    lo = around[max(0, i - size // 2)]
-    hi = around[min(len(around) - 1, i + size // 2)] + 1
-    inside = {inc.order[p] for p in around if lo <= p < hi}
-    for p in range(lo, hi):
-        inside.update(problem.producer[s] for s in problem.inputs[inc.order[p]])
-    return inside, (lo, hi)
+@dataclasses.dataclass(frozen=True)
+class _Neighbourhood:
+    """Ops that may be recomputed or not at the executions from ``start`` up to ``stop``."""
+
+    ops: frozenset[int]
+    start: int
+    stop: int
 
 
-def improve(problem: Problem, order: Sequence[int], *, time_limit_s: float, log=None, kinds=(0, 1, 2), work=0.5, size0=16) -> tuple[int, ...]:
-    start = time.process_time()
-    rng = random.Random(0)
-    inc = _Incumbent(problem, order)
-    total = lambda o: sum(problem.time_ns[op] for op in o)
-    best = total(order)
-    sizes = dict.fromkeys(kinds, float(size0))
-    it = 0
-    most = dict.fromkeys(kinds, 150)
-    gains = dict.fromkeys(kinds, 0)
-    while time.process_time() - start < time_limit_s and inc.again:
-        kind = kinds[it % len(kinds)]
-        it += 1
-        t0 = time.process_time()
-        for attempt in range(6):
-            free, window = neighbourhoods(inc, rng, kind, max(2, int(sizes[kind])))
-            sup = inc.superorder(free, window)
-            n = sum(sup.optional)
-            if n <= most[kind]: break
-            sizes[kind] = max(2.0, sizes[kind] * 0.8)
-        else:
+def _moment(plan: _Plan, position: int, size: int, draw: random.Random) -> _Neighbourhood:
+    problem = plan.problem
+    op = plan.order[position]
+    ops = {op}
+    since = min((plan.last_event(s, position) for s in problem.outputs[op]), default=position)
+    short = np.flatnonzero(plan.short[since + 1 : position]) + since + 1
+    if len(short):
+        at = int(draw.choice(short.tolist()))
+        storage, start, end = plan.waits
+        idle = storage[(start < at) & (at < end)].tolist()
+        weights = [problem.storage_bytes[s] ** 0.5 for s in idle]
+        while idle and len(ops) < size:
+            (index,) = draw.choices(range(len(idle)), weights)
+            ops.add(problem.producer[idle.pop(index)])
+            weights.pop(index)
+    return _Neighbourhood(frozenset(ops), 0, len(plan.order))
+
+
+def _region(plan: _Plan, position: int, size: int, draw: random.Random) -> _Neighbourhood:
+    start = max(0, plan.order[position] - draw.randrange(size))
+    return _Neighbourhood(frozenset(range(start, min(start + size, len(plan.problem.time_ns)))), 0, len(plan.order))
+
+
+def _window(plan: _Plan, position: int, size: int, draw: random.Random) -> _Neighbourhood:
+    first = bisect.bisect_left(plan.again, position) - draw.randrange(size)
+    inside = plan.again[max(first, 0) : max(first, 0) + size]
+    start, stop = inside[0], inside[-1] + 1
+    ops = {plan.order[p] for p in inside}
+    problem = plan.problem
+    ops |= {problem.producer[s] for p in range(start, stop) for s in problem.inputs[plan.order[p]]}
+    return _Neighbourhood(frozenset(ops), start, stop)
+
+
+_Kind = Callable[[_Plan, int, int, random.Random], _Neighbourhood]
+_KINDS: Final[tuple[_Kind, ...]] = (_moment, _region, _window)
+
+
+def superorder_of(plan: _Plan, neighbourhood: _Neighbourhood) -> Superorder:
+    """The plan with the recomputations of a neighbourhood optional, and those inserted that might replace others."""
+    inserted = _insertions(plan, neighbourhood)
+    ops: list[int] = []
+    optional: list[bool] = []
+    known: list[bool] = []
+    again = {
+        p
+        for p in plan.again
+        if neighbourhood.start <= p < neighbourhood.stop and plan.order[p] in neighbourhood.ops
+    }
+    for position, op in enumerate(plan.order):
+        extra = sorted(inserted.get(position, ()))
+        ops.extend((*extra, op))
+        optional.extend((*(True for _ in extra), position in again))
+        known.extend((*(False for _ in extra), True))
+    return Superorder(tuple(ops), tuple(optional), tuple(known))
+
+
+def _insertions(plan: _Plan, neighbourhood: _Neighbourhood) -> dict[int, list[int]]:
+    """Per position, ops that might be recomputed right before it, each once per stage.
+
+    Descending, so that what an inserted op reads may be made before it in turn.
+    """
+    problem = plan.problem
+    inserted: dict[int, list[int]] = {}
+    wanted: dict[int, dict[int, int]] = {}  # storage -> stage -> first position before which an inserted op reads it
+    for op in sorted(neighbourhood.ops, reverse=True):
+        if not problem.recomputable[op]:
             continue
-        t1 = time.process_time()
-        found = best_suborder(problem, sup, work=work)
-        t2 = time.process_time()
-        new = total(found) if found is not None else None
-        if log:
-            log(f"{t2-start:6.2f} kind {kind} size {sizes[kind]:.0f} optional {n} build {t1-t0:.2f} solve {t2-t1:.2f} {'none' if new is None else round(100*(new/problem.keep_all_time_ns-1),3)} best {100*(best/problem.keep_all_time_ns-1):.3f}")
-        if t2 - t1 < 0.4 * work:
-            most[kind] = min(most[kind] * 1.1, 800)
-            if n < 0.7 * most[kind]: sizes[kind] = sizes[kind] * 1.2
-        elif t2 - t1 > 0.9 * work: most[kind] /= 1.3
-        if new is not None and new < best:
-            gains[kind] += best - new
-            best = new
-            inc = _Incumbent(problem, found)
-    if log: log({k: round(100*v/problem.keep_all_time_ns,3) for k,v in gains.items()}, it)
-    return inc.order
+        places: dict[int, int] = {}
+        for s in problem.outputs[op]:
+            reads = plan.reads[s]
+            within = reads[bisect.bisect_left(reads, neighbourhood.start) : bisect.bisect_left(reads, neighbourhood.stop)]
+            for position in (*within, *wanted.get(s, {}).values()):
+                stage = plan.stage[position]
+                if stage > op and plan.is_short_since(s, position):
+                    places[stage] = min(position, places.get(stage, position))
+        for stage in places.keys() - plan.recomputed_in.get(op, set()):
+            position = places[stage]
+            inserted.setdefault(position, []).append(op)
+            for s in problem.inputs[op]:
+                first = wanted.setdefault(s, {})
+                first[stage] = min(position, first.get(stage, position))
+    return inserted
+
+
+class _Search:
+    """The best plan so far, and how large neighbourhoods of each kind are."""
+
+    def __init__(self, problem: Problem, order: Sequence[int], draw: random.Random) -> None:
+        self.problem = problem
+        self.live = LiveBytes(problem)
+        self.draw = draw
+        self.plan = _Plan(problem, order, self.live)
+        self.time_ns = self.live.time_ns(order)
+        self.ops = dict.fromkeys(_KINDS, _OPS[1])
+        self.optional = dict.fromkeys(_KINDS, float(_OPTIONAL[1]))
+
+    def try_one(self, kind: _Kind, time_limit_s: float) -> None:
+        """Solve one neighbourhood, and take over what is faster."""
+        superorder = self._choose(kind)
+        found = best_suborder(
+            self.problem, superorder, most_work=_WORK, time_limit_s=time_limit_s, live=self.live
+        )
+        if not found.proven:
+            self.optional[kind] = max(self.optional[kind] / 1.3, _OPTIONAL[0])
+        elif found.work < _EASY * _WORK:
+            self.optional[kind] = min(1.1 * self.optional[kind], _OPTIONAL[2])
+            if sum(superorder.optional) < 0.7 * self.optional[kind]:
+                self.ops[kind] = min(1.2 * self.ops[kind], len(self.problem.time_ns))
+        if found.ops is None:
+            return
+        time_ns = self.live.time_ns(found.ops)
+        if time_ns < self.time_ns and self.live.peak(found.ops) <= self.problem.budget_bytes:
+            _log.debug("%s: %d -> %d ns", kind.__name__, self.time_ns, time_ns)
+            self.time_ns = time_ns
+            self.plan = _Plan(self.problem, found.ops, self.live)
+
+    def _choose(self, kind: _Kind) -> Superorder:
+        """A neighbourhood of some recomputation, those that cost most time first, with not too many optional ops."""
+        (position,) = self.draw.choices(self.plan.again, self.plan.weights)
+        for _ in range(_SHRINKS):
+            superorder = superorder_of(self.plan, kind(self.plan, position, max(1, int(self.ops[kind])), self.draw))
+            if sum(superorder.optional) <= self.optional[kind]:
+                break
+            self.ops[kind] = max(0.8 * self.ops[kind], _OPS[0])
+        return superorder
