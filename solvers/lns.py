@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.live import LiveBytes
 from solvers.problem import Problem
@@ -36,9 +37,10 @@ from solvers.suborder import Superorder, best_suborder
 _log = logging.getLogger(__name__)
 
 _SHORT = 0.9  # of the capacity: memory is short where so much is live
-_WORK = 0.06  # of CP-SAT per neighbourhood, about half a second
+_WORK = 0.04  # of CP-SAT per neighbourhood, some tenths of a second
+_WORK_IN_ALL = (0.1, 5e-4)  # of CP-SAT for a plan: at least, and per op
 _EASY = 0.25  # of that work: a neighbourhood solved with less was too small
-_OPTIONAL = (8, 150, 800)  # optional executions: fewest, at first, most
+_OPTIONAL = (8, 100, 500)  # optional executions: fewest, at first, most
 _OPS = (4.0, 16.0)  # ops of a neighbourhood: fewest, at first
 _SHRINKS = 8  # of one neighbourhood that has too many optional executions
 _WORTH = 2e-4  # of the step: less than this within `patience` neighbourhoods is not worth going on
@@ -49,7 +51,7 @@ class NeighbourhoodSearch:
     """Improves a plan. Proves nothing. Deterministic unless the time limit is hit.
 
     Attributes:
-        time_limit_s: wall-clock limit.
+        time_limit_s: wall-clock limit. The work of CP-SAT has a limit of its own, by the number of ops.
         most: neighbourhoods tried at most.
         patience: it ends when so many neighbourhoods together have gained next to nothing.
         seed: of the choice of neighbourhoods.
@@ -58,21 +60,21 @@ class NeighbourhoodSearch:
 
     time_limit_s: float = 60.0
     most: int = 400
-    patience: int = 30
+    patience: int = 24
     seed: int = 0
 
     def improve(self, problem: Problem, plan: Solution, *, enough_ns: int = 0) -> Solution:
         """The plan, or a faster one; the search ends with one that takes at most ``enough_ns``."""
         start = time.perf_counter()
         deadline = start + self.time_limit_s
-        search = _Search(problem, compute_order(plan.steps), random.Random(self.seed))
+        search = _Search(problem, compute_order(plan.steps), random.Random(self.seed))  # noqa: S311
         recent: list[int] = []
         while len(recent) < self.most and search.plan.again and search.time_ns > enough_ns:
             worth = _WORTH * problem.keep_all_time_ns
             if len(recent) >= self.patience and sum(recent[-self.patience :]) <= worth:
                 break
             left = deadline - time.perf_counter()
-            if left <= 0:
+            if left <= 0 or search.work > _WORK_IN_ALL[0] + _WORK_IN_ALL[1] * len(problem.time_ns):
                 break
             before = search.time_ns
             search.try_one(_KINDS[len(recent) % len(_KINDS)], left)
@@ -137,16 +139,15 @@ class _Plan:
         return bool(self._short_before[position] > self._short_before[self.last_event(s, position) + 1])
 
     @functools.cached_property
-    def waits(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Storages that are not used between two executions, held or dropped and made again: three arrays."""
+    def waits(self) -> NDArray[np.int64]:
+        """Storages that are not used between two executions, held or dropped and made again: three rows."""
         found = [
             (s, since, until)
             for s, events in enumerate(self.events)
             if self.problem.storage_bytes[s]
             for since, until in itertools.pairwise(events)
         ]
-        storage, since, until = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        return storage, since, until
+        return np.array(found, dtype=np.int64).reshape(-1, 3).T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +203,7 @@ def superorder_of(plan: _Plan, neighbourhood: _Neighbourhood) -> Superorder:
     optional: list[bool] = []
     known: list[bool] = []
     again = {
-        p
-        for p in plan.again
-        if neighbourhood.start <= p < neighbourhood.stop and plan.order[p] in neighbourhood.ops
+        p for p in plan.again if neighbourhood.start <= p < neighbourhood.stop and plan.order[p] in neighbourhood.ops
     }
     for position, op in enumerate(plan.order):
         extra = sorted(inserted.get(position, ()))
@@ -228,7 +227,9 @@ def _insertions(plan: _Plan, neighbourhood: _Neighbourhood) -> dict[int, list[in
         places: dict[int, int] = {}
         for s in problem.outputs[op]:
             reads = plan.reads[s]
-            within = reads[bisect.bisect_left(reads, neighbourhood.start) : bisect.bisect_left(reads, neighbourhood.stop)]
+            within = reads[
+                bisect.bisect_left(reads, neighbourhood.start) : bisect.bisect_left(reads, neighbourhood.stop)
+            ]
             for position in (*within, *wanted.get(s, {}).values()):
                 stage = plan.stage[position]
                 if stage > op and plan.is_short_since(s, position):
@@ -251,15 +252,15 @@ class _Search:
         self.draw = draw
         self.plan = _Plan(problem, order, self.live)
         self.time_ns = self.live.time_ns(order)
+        self.work = 0.0
         self.ops = dict.fromkeys(_KINDS, _OPS[1])
         self.optional = dict.fromkeys(_KINDS, float(_OPTIONAL[1]))
 
     def try_one(self, kind: _Kind, time_limit_s: float) -> None:
         """Solve one neighbourhood, and take over what is faster."""
         superorder = self._choose(kind)
-        found = best_suborder(
-            self.problem, superorder, most_work=_WORK, time_limit_s=time_limit_s, live=self.live
-        )
+        found = best_suborder(self.problem, superorder, most_work=_WORK, time_limit_s=time_limit_s, live=self.live)
+        self.work += found.work
         if not found.proven:
             self.optional[kind] = max(self.optional[kind] / 1.3, _OPTIONAL[0])
         elif found.work < _EASY * _WORK:

@@ -31,7 +31,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from solvers.live import LiveBytes
@@ -160,7 +159,7 @@ class _Program:
             self.changes.setdefault(q, []).append((s, stays[i]))
 
     def _stretches(self, s: int, events: Sequence[tuple[int, bool]]) -> list[_Literal]:
-        """r of each stretch: a variable, or what it is in some best point, which is known from the last one on."""
+        """The r of each stretch: a variable, or what it is in some best point, found from the last stretch on."""
         stays: list[_Literal] = [s in self.problem.live_at_end]
         needed = s in self.problem.live_at_end  # in the known sub-order
         for q, makes in reversed(events[1:]):
@@ -186,7 +185,7 @@ class _Program:
         self.model.add_bool_or([*variables, *([] if isinstance(premise, bool) else [premise.negated()])])
 
     def _memory(self) -> None:
-        """Live bytes during each optional execution, and during the fullest of fixed ones among which nothing varies."""
+        """Live bytes during each optional execution, and during the fullest of fixed ones with nothing varying between."""
         problem, ops = self.problem, self.superorder.ops
         fixed = np.where(self.superorder.optional, np.int64(-1), self.always)
         active: dict[int, cp_model.IntVar] = {}
