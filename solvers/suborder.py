@@ -185,7 +185,7 @@ class _Program:
         self.model.add_bool_or([*variables, *([] if isinstance(premise, bool) else [premise.negated()])])
 
     def _memory(self) -> None:
-        """Live bytes during each optional execution, and during the fullest of fixed ones with nothing varying between."""
+        """Live bytes during each optional execution; of fixed ones with nothing varying between, during the fullest."""
         problem, ops = self.problem, self.superorder.ops
         fixed = np.where(self.superorder.optional, np.int64(-1), self.always)
         active: dict[int, cp_model.IntVar] = {}

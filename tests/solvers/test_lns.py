@@ -1,9 +1,8 @@
-import dataclasses
 import functools
 
 import pytest
 
-from solvers import AutoSolver, ChainSolver, Rematerialiser
+from solvers import ChainSolver, Rematerialiser
 from solvers.lns import NeighbourhoodSearch
 from solvers.validate import validate
 from tests.problems import random_chain, random_problem
