@@ -16,10 +16,10 @@ def _case(seed):
     make = random_chain if seed % 2 else random_problem
     problem = make(seed, length=20, budget=0.25) if seed % 2 else make(seed, ops=40, budget=0.25)
     plans = [solver.solve(problem) for solver in (Rematerialiser(), ChainSolver())]
-    return problem, min((p for p in plans if p.status.has_plan), key=lambda p: p.step_time_ns, default=None)
+    return problem, min((p for p in plans if p.status.has_plan), key=lambda p: p.step_time_ns)
 
 
-CASES = [seed for seed in range(8) if _case(seed)[1] is not None]
+CASES = (0, 1, 3, 5, 7)  # of the first eight, those for which there is a plan
 
 
 @pytest.mark.parametrize("seed", CASES)
@@ -31,9 +31,8 @@ def test_plans_fit_and_are_no_slower(seed):
 
 
 def test_gains_where_walk_and_chain_end():
-    assert len(CASES) >= 5
     gains = [(p.step_time_ns - SEARCH.improve(x, p).step_time_ns) / x.keep_all_time_ns for x, p in map(_case, CASES)]
-    assert sum(gain > 0.005 for gain in gains) >= len(CASES) // 2
+    assert sum(gain > 0.005 for gain in gains) >= 3
 
 
 def test_same_plan_same_better_plan():
