@@ -13,8 +13,8 @@ SEARCH = NeighbourhoodSearch(most=9)
 @functools.cache
 def _case(seed):
     """A step, and the best plan for it of the solvers that plan without neighbourhoods."""
-    make = random_chain if seed % 2 else random_problem
-    problem = make(seed, length=20, budget=0.25) if seed % 2 else make(seed, ops=40, budget=0.25)
+    chain = seed % 2 == 1
+    problem = random_chain(seed, length=20, budget=0.25) if chain else random_problem(seed, ops=40, budget=0.25)
     plans = [solver.solve(problem) for solver in (Rematerialiser(), ChainSolver())]
     return problem, min((p for p in plans if p.status.has_plan), key=lambda p: p.step_time_ns)
 
