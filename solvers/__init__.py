@@ -6,6 +6,7 @@ from solvers.brute_force import BruteForceSolver
 from solvers.brute_force_offload import OffloadBruteForceSolver
 from solvers.chain_solver import ChainSolver
 from solvers.exact import ExactSolver
+from solvers.lns import NeighbourhoodSearch
 from solvers.moments import MomentsSolver
 from solvers.offload import OffloadSolver
 from solvers.problem import Problem
@@ -31,6 +32,7 @@ __all__ = [
     "Free",
     "InvalidPlan",
     "MomentsSolver",
+    "NeighbourhoodSearch",
     "Offload",
     "OffloadBruteForceSolver",
     "OffloadSolver",

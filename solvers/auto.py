@@ -1,4 +1,7 @@
-"""The portfolio that plans a training step: keep all where it fits, else moments, else baselines, chain and walk."""
+"""The portfolio that plans a training step: keep all where it fits, else moments, else baselines, chain and walk.
+
+What gap they leave, the large-neighbourhood search around the best of their plans narrows in the time that is left.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from solvers.baselines import BASELINES
 from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
 from solvers.host_search import HostSearchSolver
+from solvers.lns import NeighbourhoodSearch
 from solvers.moments import MomentsSolver
 from solvers.offload import OffloadSolver
 from solvers.offload_floor import lower_with_copies
@@ -26,7 +30,8 @@ _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
 _MOST_PRUNED = 2  # of the baselines that fit, the fastest
 _WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
-_SHARE = 0.7  # of what is left then, for the chain solver, and of what that leaves for the walk
+_SHARE = 0.4  # of what is left then, for the chain solver, and of what that leaves for the walk
+_NEIGHBOURHOODS_S = 20.0  # at most, for the neighbourhoods of the best plan
 _PRUNE_S = 2.0  # for the plan of the floor, where the time limit has passed
 _TINY = 24  # ops up to which all schedules are searched: mostly within a second
 _TINY_HOST = 8  # the same with a host tier, whose copies make states many more
@@ -76,6 +81,8 @@ class AutoSolver:
                 return self._infeasible(problem, best, start, floor)
             deadline = max(start + self.time_limit_s, time.perf_counter() + _PRUNE_S)
             best = pruned(problem, floor.plan, deadline=deadline)
+        if not self._is_tiny(problem):
+            best = self._improved(problem, best, bound, start)
         return dataclasses.replace(
             best,
             status=Status.OPTIMAL if self._within(best, bound) else Status.FEASIBLE,
@@ -98,6 +105,13 @@ class AutoSolver:
         """Search all schedules of a tiny problem for a faster one."""
         search = StateSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
         return search.solve(problem, best if best.status.has_plan else None)
+
+    def _improved(self, problem: Problem, best: Solution, bound_ns: int, start: float) -> Solution:
+        """The plan, or where it is not within the gap and there is time, a faster one near it."""
+        left = min(self._left(start), _NEIGHBOURHOODS_S)
+        if self._within(best, bound_ns) or left <= 0:
+            return best
+        return NeighbourhoodSearch(time_limit_s=left).improve(problem, best, enough_ns=int((1 + self.gap) * bound_ns))
 
     def _with_host(self, problem: Problem, start: float) -> Solution:
         """The plan of the offload solver, or a faster one without copies where that is not within the gap."""

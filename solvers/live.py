@@ -42,8 +42,8 @@ class LiveBytes:
         """Most bytes live at once, static ones included."""
         return self.static_bytes + int(self.during(order).max(initial=0))
 
-    def during(self, order: Sequence[int]) -> _Ints:
-        """Bytes live during each execution of an executable order, static ones left out."""
+    def during(self, order: Sequence[int], *, leaving_out: Sequence[int] = ()) -> _Ints:
+        """Bytes live during each execution of an executable order, static ones and some storages left out."""
         ops = np.asarray(order, dtype=np.int64)
         read, read_at = self._reads.of(ops)
         made, made_at = self._makes.of(ops)
@@ -59,9 +59,13 @@ class LiveBytes:
         final = np.ones(len(first), dtype=bool)
         final[:-1] = made[1:] != made[:-1]
         end = np.where(final & self._stays[made], len(ops), end)
+        size = self._size
+        if len(leaving_out):
+            size = size.copy()
+            size[list(leaving_out)] = 0
         change = np.zeros(len(ops) + 2, dtype=np.int64)
-        np.add.at(change, start, self._size[made])
-        np.subtract.at(change, end + 1, self._size[made])
+        np.add.at(change, start, size[made])
+        np.subtract.at(change, end + 1, size[made])
         live: _Ints = np.cumsum(change[: len(ops)]) + self._workspace[ops]
         return live
 
