@@ -15,7 +15,7 @@ from graphs.constraints import Constraints
 from graphs.costs.devices import DeviceSpec
 from graphs.ir import Costs
 from graphs.links import Link, parse_link
-from scheduler.attach import Attachment, attachment_of, check_not_sharded
+from scheduler.attach import Attachment, attachment_of, check_initialised, check_not_sharded
 from scheduler.errors import parse_budget
 from scheduler.loss import LOSS_ARGS
 from scheduler.plan import Plan
@@ -96,7 +96,8 @@ def schedule(
         link: bandwidth each way (``"25GB/s"``), a name (``"pcie4-x16"``) or a :class:`graphs.links.Link`; ``None``:
             that of the device, measured once. On the CPU, threads copy at the stated bandwidth.
         host_budget_gb: most bytes of copies, as ``budget_gb``; ``None``: half of the host's free memory.
-        plan: a saved plan to run instead of solving; its graph must be this step's. Where no patterns are given here,
+        plan: a saved plan to run instead of solving; its graph must be this step's, and where ``budget_gb`` is given
+            too, its peak within that. Where no patterns are given here,
             those that it was made under hold. With ``dynamic="bucket"`` it is the first schedule that is known.
 
     Returns:
@@ -107,7 +108,8 @@ def schedule(
     Raises:
         BudgetError: the budget is not a positive amount of memory.
         Infeasible: no plan was found within the budget (here with samples, else from the first call).
-        CaptureError: the step is not one graph (the message names the line), or the module is sharded by FSDP.
+        CaptureError: the step is not one graph (the message names the line), the module is sharded by FSDP, or it has
+            lazy parameters that are not made yet.
         TypeError: ``model`` is no module, ``optimizer`` no optimizer, or samples are no tuple and dict.
         ValueError: ``model`` is a wrapper such as ``DistributedDataParallel``: give ``model.module``.
 
@@ -236,7 +238,8 @@ def plan(
     _check_arguments("args", args, "kwargs", kwargs, optimizer)
     loss_fn = _loss(loss_fn, model)
     parts = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
-    with fake_step(nn.ModuleList(parts), args, kwargs or {}) as (twins, fake_args, fake_kwargs):
+    fake = fake_step(nn.ModuleList(parts), args, kwargs or {})
+    with torch.inference_mode(mode=False), fake as (twins, fake_args, fake_kwargs):
         fake_loss = twins[1] if len(twins) > 1 else loss_fn
         attachment = Attachment(twins[0], settings, optimizer=optimizer, loss_fn=fake_loss, only_plan=True)
         attachment.plan_for(fake_args, fake_kwargs)
@@ -316,6 +319,7 @@ def _check_module(model: object, function: str) -> None:
             f"{function}() takes the module that {type(model).__name__} wraps: give model.module; the wrapper stays"
         )
     check_not_sharded(model)
+    check_initialised(model)
 
 
 def _check_arguments(args_name: str, args: object, kwargs_name: str, kwargs: object, optimizer: object) -> None:

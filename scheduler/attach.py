@@ -51,6 +51,17 @@ def check_not_sharded(module: nn.Module) -> None:
         )
 
 
+def check_initialised(module: nn.Module) -> None:
+    """Raise :class:`CaptureError` where a part of a module waits for its first call to make its parameters."""
+    lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(t)]
+    if lazy:
+        raise CaptureError(
+            f"{_name(module)} has lazy parameters that its first call makes ({', '.join(lazy[:3])}"
+            f"{', ...' if len(lazy) > 3 else ''}): capturing would draw their random numbers in another order than the "
+            "plain call does. Call the module once with a batch, under torch.no_grad(), before it is scheduled."
+        )
+
+
 class _PlannedWithoutRunningError(Exception):
     """Ends a call whose only purpose was to plan."""
 
@@ -109,6 +120,8 @@ class Attachment:
 
     def _compile(self, situation: _Situation) -> Callable[..., Any]:
         check_not_sharded(self.module)  # it may be since it was scheduled
+        for part in self._parts():
+            check_initialised(part)
         backend = Backend(
             module=self.module,
             settings=self.settings,
@@ -266,7 +279,8 @@ class Attachment:
         """Plan for a batch without running the step."""
         before, self.only_plan = self.only_plan, True
         try:
-            self(*args, **kwargs)
+            with torch.inference_mode(mode=False), torch.enable_grad():  # else the call would run, and plainly
+                self(*args, **kwargs)
         except _PlannedWithoutRunningError:
             pass
         finally:

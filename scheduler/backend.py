@@ -18,7 +18,7 @@ from graphs.errors import UnsupportedModelError
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
 from scheduler import _torch
-from scheduler.errors import parse_budget
+from scheduler.errors import PlanMismatch, parse_budget
 from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.memory import bytes_of, tensors_in
@@ -29,6 +29,7 @@ from scheduler.planner import Settings, transfers_of
 from scheduler.remembered import RememberedPlans
 from scheduler.runtime.host_pool import HostMemoryError
 from scheduler.static import static_memory
+from scheduler.units import budget_that_covers, format_bytes
 from solvers.solution import Compute
 
 logger = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class _Compilation:
             plan = self._plan(capture, device)
         else:
             plan.check_fits(capture.graph)
+            self._check_budget(plan, capture, device)
         if backend.on_planned is not None:
             backend.on_planned(plan)
         try:
@@ -238,11 +240,29 @@ class _Compilation:
             seen = backend.pieces.results()
             bytes_of(tensors_in(backend.parts, backend.optimizer, backend.call_inputs()), device, seen)
             return backend.pieces.plan(capture, common, bytes_of(tensors_in(self.example_inputs), device, seen))
+        return backend.remembered.plan(capture, self._static(capture, device), backend.settings)
+
+    def _static(self, capture: Capture, device: torch.device) -> dict[str, int]:
+        """Bytes resident throughout the step, by category."""
+        backend = self.backend
         inputs = (self.example_inputs, backend.call_inputs())
         static = static_memory(backend.parts, inputs, backend.optimizer, device)
         if self.secondary:
             static["other"] += StepContext.bytes_kept(self.example_inputs, capture.overwritten_inputs, device)
-        return backend.remembered.plan(capture, static, backend.settings)
+        return static
+
+    def _check_budget(self, plan: Plan, capture: Capture, device: torch.device) -> None:
+        """Refuse a given plan that needs more than a given budget, with what is resident now."""
+        budget = self.backend.settings.budget_bytes
+        if budget is None:
+            return
+        peak = plan.peak_bytes - plan.static_bytes + sum(self._static(capture, device).values())
+        if peak > budget:
+            raise PlanMismatch(
+                f"the given plan needs {format_bytes(peak)}, with what is resident now, and the budget is "
+                f"{format_bytes(budget)}: raise the budget to {budget_that_covers(peak)} GB, leave it out to run the "
+                "plan as it is, or leave the plan out to have the step planned"
+            )
 
     def begin_backward(self) -> None:
         """Tell the measurement, where there is one.

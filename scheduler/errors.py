@@ -36,7 +36,7 @@ class BudgetError(CheckpointSchedulerError, ValueError):
 
 
 class PlanMismatch(CheckpointSchedulerError, ValueError):  # noqa: N818 - reads as the condition it reports
-    """A plan does not fit the graph it is to run. The message says what differs."""
+    """A plan does not fit the graph, or the budget, that it is to run with. The message says what differs."""
 
 
 class PlanFormatError(CheckpointSchedulerError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -97,9 +98,9 @@ class Settings:
         if self.allow_graph_breaks and self.dynamic is not None:
             raise ValueError("dynamic= and allow_graph_breaks=True do not go together: pieces are planned per shape")
         self._check_offload()
-        if not self.time_limit_s > 0:
+        if not (isinstance(self.time_limit_s, numbers.Real) and self.time_limit_s > 0):
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: give a positive number of seconds")
-        if not self.gap >= 0:
+        if not (isinstance(self.gap, numbers.Real) and self.gap >= 0):
             raise ValueError(f"gap={self.gap!r}: give a number of at least 0 (0.005 is half a per cent)")
         if isinstance(self.device_spec, str):
             device_spec(self.device_spec)

@@ -139,7 +139,10 @@ def test_not_a_module():
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
-    [("solver", "no such solver"), ("costs", "guessed"), ("time_limit_s", 0), ("gap", -0.1), ("plan", "a path")],
+    [
+        *(("solver", "no such solver"), ("costs", "guessed"), ("plan", "a path")),
+        *(("time_limit_s", 0), ("time_limit_s", "60"), ("gap", -0.1), ("gap", None)),
+    ],
 )
 def test_options_that_make_no_sense(case, keyword, value):
     before = fingerprint(case.model)
@@ -162,6 +165,37 @@ def test_arguments_of_a_wrong_type(case, keyword, value, remedy):
     with pytest.raises(TypeError, match=f"{keyword} .*{remedy}"):
         schedule(case.model, 1, **{keyword: value})
     assert_unchanged(case.model, before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_samples_are_planned_for_and_not_run_where_gradients_are_off(mode):
+    """``schedule(model, sample_args=...)`` moves nothing in whichever context it stands."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    x = torch.randn(16, 8)
+    buffers, generator = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    with mode():
+        planned = plan(model, None, (x,))
+        schedule(model, UNLIMITED, sample_args=(x,), costs="roofline")
+    assert plan_of(model).graph.fingerprint == planned.graph.fingerprint
+    assert all(torch.equal(b, c) for b, c in zip(buffers, model.buffers(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_lazy_parameters_are_refused_until_they_are_made():
+    """Their first call draws them where it comes to them, between the numbers of dropout: no capture does."""
+    x = torch.randn(16, 8)
+    model = nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.5), nn.LazyLinear(8))
+    for refused in (lambda: schedule(model, UNLIMITED), lambda: plan(model, None, (x,))):
+        with pytest.raises(CaptureError, match=r"0\.weight.*under torch\.no_grad"):
+            refused()
+    late = schedule(nn.Sequential(nn.Linear(8, 8)), UNLIMITED, costs="roofline")
+    late.append(nn.LazyLinear(8))
+    with pytest.raises(CaptureError, match=r"1\.weight"):
+        late(x)
+    with torch.no_grad():
+        model(x)
+    schedule(model, UNLIMITED, costs="roofline")(x).sum().backward()
+    assert plan_of(model) is not None
 
 
 def test_sparse_gradients_are_refused():

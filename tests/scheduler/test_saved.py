@@ -131,6 +131,18 @@ def test_a_plan_of_another_step_says_what_differs(tmp_path):
     assert "made with" not in str(caught.value)
 
 
+def test_a_plan_above_the_budget_that_it_is_given_with_is_refused():
+    made = tight(Net(), batch())
+    budgets = {"enough": f"{made.peak_bytes}B", "too little": f"{made.peak_bytes - 1}B"}
+    schedule(Net(), budgets["enough"], sample_args=(batch(),), plan=made)
+    with pytest.raises(PlanMismatch, match="leave it out to run the plan as it is"):
+        schedule(Net(), budgets["too little"], sample_args=(batch(),), plan=made)
+    model = Net()
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)  # resident too, and not when the plan was made
+    with pytest.raises(PlanMismatch, match="what is resident now"):
+        schedule(model, budgets["enough"], sample_args=(batch(),), plan=made, optimizer=momentum)
+
+
 def test_a_plan_with_copies_of_what_may_not_leave_is_refused():
     made = make_plan_with_copies()
     moved = next(s for s in made.graph_steps if isinstance(s, Offload)).storage
