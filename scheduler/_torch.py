@@ -57,6 +57,7 @@ def boxed(
     module: fx.GraphModule,
     _example_inputs: Sequence[Any] = (),
     *,
+    skip: Callable[[], Sequence[Any] | None] = lambda: None,
     begin: Callable[[], None] = lambda: None,
     finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results,
 ) -> Callable[[list[Any]], Any]:
@@ -68,6 +69,10 @@ def boxed(
     forward = module.forward
 
     def run(arguments: list[Any]) -> Any:
+        results = skip()
+        if results is not None:
+            arguments.clear()
+            return results
         begin()
         return finish(forward(arguments))
 
@@ -79,6 +84,8 @@ def compile_joint(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    *,
+    skip_backward: Callable[[], Sequence[Any] | None],
     begin_backward: Callable[[], None],
     finish_backward: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Callable[..., Any]:
@@ -88,6 +95,7 @@ def compile_joint(
         gm: graph that Dynamo hands to a backend.
         example_inputs: its inputs.
         partition: called as ``partition(joint, joint_inputs, num_fwd_outputs=...)``; other keywords are dropped.
+        skip_backward: called before each backward; the results of one that need not run, or ``None``.
         begin_backward: called at the start of each backward.
         finish_backward: called with the gradients at the end of each backward; returns those to hand on.
 
@@ -99,7 +107,7 @@ def compile_joint(
         return partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     def compile_backward(module: fx.GraphModule, _example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return boxed(module, begin=begin_backward, finish=finish_backward)
+        return boxed(module, skip=skip_backward, begin=begin_backward, finish=finish_backward)
 
     # Without fallback_random, tracing drops random ops whose results nobody reads, and the stream would end elsewhere.
     random_ops_stay = torch._inductor.config.patch(fallback_random=True)

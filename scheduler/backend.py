@@ -108,8 +108,9 @@ class Backend:
             detached,
             example_inputs,
             compilation.partition,
-            compilation.begin_backward,
-            compilation.finish_backward,
+            skip_backward=compilation.skip_backward,
+            begin_backward=compilation.begin_backward,
+            finish_backward=compilation.finish_backward,
         )
         if detached is not gm:
             forget_traced_values(detached)
@@ -157,13 +158,12 @@ class Backend:
         def run(*inputs: Any) -> Any:
             context = StepContext.record(inputs, overwritten, device) if secondary else None
             outputs = compiled(*inputs)
-            if reach.is_partial_possible:
-                reach.apply_to(outputs)
+            reach.apply_to(outputs)
             if context is None or not torch.is_grad_enabled():
                 return outputs
 
             def replay(gradients: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
-                if gradients and self.on_secondary_gradient is not None:
+                if self.on_secondary_gradient is not None:
                     self.on_secondary_gradient()
                 return context.gradients(gm, device, gradients)
 
@@ -263,6 +263,11 @@ class _Compilation:
                 f"{format_bytes(budget)}: raise the budget to {budget_that_covers(peak)} GB, leave it out to run the "
                 "plan as it is, or leave the plan out to have the step planned"
             )
+
+    def skip_backward(self) -> Sequence[None] | None:
+        """The results of a backward that no gradient has reached: the step was replayed for those there were."""
+        assert self.reach is not None
+        return self.reach.none_received()
 
     def begin_backward(self) -> None:
         """Tell the measurement, where there is one.

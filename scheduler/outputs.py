@@ -3,8 +3,8 @@
 AOTAutograd differentiates every output that requires grad and fills in zeros for gradients that do not come. For a
 model that returns its loss together with logits that would allocate, and add, a zero tensor of the logits' size. So
 an output that another, scalar output is computed from is *secondary*: the graph treats it as a constant, and it is
-handed to the user attached to a node of its own. If a gradient does reach that node, the plain step is replayed from
-its inputs, and later steps are planned with every output differentiated.
+handed to the user by a node of its own. If a gradient does reach it there, the plain step is replayed from its inputs,
+and later steps are planned with every output differentiated.
 
 Where several outputs are differentiated and only some receive a gradient, parameters that none of these reach get
 ``None``, as in plain training, instead of the zeros of AOTAutograd.
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from graphs._torch import storage_identity
+from graphs.errors import UnsupportedModelError
 from graphs.joint import storage_bytes
 from scheduler._torch import compiled_node_of
 from scheduler.runtime import rng
@@ -186,19 +187,36 @@ class StepContext:
 
 
 class _Secondary(torch.autograd.Function):
-    """Attaches secondary outputs to the inputs; its backward replays the plain step."""
+    """Stands between a step and its outputs: the gradients of primary outputs pass through to the compiled backward.
+
+    Where a secondary output receives a gradient, the plain step is replayed instead for all gradients at once, so that
+    they meet in the order in which they do in plain training: sums of parts would round otherwise.
+    """
 
     @staticmethod
-    def forward(ctx: Any, replay: Callable[..., Any], outputs: list[Any], positions: Any, *_inputs: Any) -> Any:
+    def forward(
+        ctx: Any, replay: Callable[..., Any], outputs: list[Any], positions: Any, secondary: Any, *inputs: Any
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.replay = replay
         ctx.positions = positions
+        ctx.secondary = secondary
+        ctx.inputs = len(inputs) - (len(positions) - len(secondary))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         given = {p: g for p, g in zip(ctx.positions, gradients, strict=True) if g is not None}
-        return (None, None, None, *ctx.replay(given))
+        if given.keys() & ctx.secondary:
+            if torch.is_grad_enabled():
+                raise UnsupportedModelError(
+                    "create_graph=True: an output that the loss is computed from received a gradient of its own, and "
+                    "second derivatives through a scheduled module are not supported"
+                )
+            passed: list[Any] = [None] * (len(gradients) - len(ctx.secondary))
+            return (None, None, None, None, *ctx.replay(given), *passed)
+        passed = [given.get(p) for p in ctx.positions if p not in ctx.secondary]
+        return (None, None, None, None, *[None] * ctx.inputs, *passed)
 
 
 def attach_secondary(
@@ -207,13 +225,27 @@ def attach_secondary(
     inputs: Sequence[Any],
     replay: Callable[[dict[int, torch.Tensor]], list[torch.Tensor | None]],
 ) -> list[Any]:
-    """Give the detached outputs at ``positions`` their place in autograd's graph."""
+    """Give the detached outputs at ``positions`` their place in autograd's graph.
+
+    ``replay`` takes the gradients of outputs, by position, and returns those of the inputs.
+    """
     results = list(outputs)
+    primary = [i for i, o in enumerate(outputs) if i not in positions and _is_of_compiled_node(o)]
+    attached_at = (*positions, *primary)
+    # Detached, lest an output that is handed on as it is counts as a view, which in-place ops on it would not survive.
+    values = [outputs[p] if p in positions else outputs[p].detach() for p in attached_at]
     apply: Callable[..., tuple[Any, ...]] = _Secondary.apply
-    attached = apply(replay, [outputs[p] for p in positions], tuple(positions), *inputs)
-    for position, value in zip(positions, attached, strict=True):
+    # The compiled function's outputs come last: its node is looked for from the last of the inputs on.
+    attached = apply(replay, values, attached_at, frozenset(positions), *inputs, *[outputs[p] for p in primary])
+    for position, value in zip(attached_at, attached, strict=True):
         results[position] = value
     return results
+
+
+def _is_of_compiled_node(output: Any) -> bool:
+    """Whether the compiled function itself made an output, rather than a view that is taken of one."""
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    return node is not None and compiled_node_of([output]) is node
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,5 +305,14 @@ class Reach:
         if received is None:
             return gradients
         self.received.outputs = None
+        if not self.is_partial_possible:
+            return gradients
         pairs = zip(gradients, self.gradients, strict=True)
         return tuple(g if depends & received else None for g, depends in pairs)
+
+    def none_received(self) -> list[None] | None:
+        """The gradients of a backward none of whose outputs received one, or ``None``: it has to run."""
+        if getattr(self.received, "outputs", None) != frozenset():
+            return None
+        self.received.outputs = None
+        return [None] * len(self.gradients)
