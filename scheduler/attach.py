@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -80,6 +81,35 @@ class _Situation(NamedTuple):
     every_output: bool
 
 
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its owner alive, and does nothing once that is gone.
+
+    Dynamo holds what it has compiled where no garbage collector looks: what that held would live as long.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*args)
+
+    return call
+
+
+def _unless_only_planning(
+    compiled: Callable[..., Any], gm: fx.GraphModule, is_only_planning: Callable[[], bool]
+) -> Callable[..., Any]:
+    traced = [gm]
+
+    def run(*inputs: Any) -> Any:
+        if is_only_planning():
+            raise _PlannedWithoutRunningError
+        if traced:
+            forget_traced_values(traced.pop())
+        return compiled(*inputs)
+
+    return run
+
+
 class Attachment:
     """What makes a module a scheduled one. Stored in the module; called instead of its plain ``__call__``."""
 
@@ -127,19 +157,20 @@ class Attachment:
             settings=self.settings,
             optimizer=self.optimizer,
             loss_fn=None if self.loss is None else self.loss.function,
-            call_inputs=lambda: getattr(self._of_thread, "inputs", ()),
+            call_inputs=_weakly(self._inputs_now),
             given=self.given,
             remembered=self.remembered,
             pieces=self._pieces_for(situation),
-            on_planned=self._end_here if self.ends_at_plan else None,
-            on_scheduled=functools.partial(self._publish, situation),
+            on_planned=_weakly(self._end_here) if self.ends_at_plan else None,
+            on_scheduled=functools.partial(_weakly(self._publish), situation),
             every_output=situation.every_output,
-            on_secondary_gradient=self._differentiate_every_output,
+            on_secondary_gradient=_weakly(self._differentiate_every_output),
         )
+        captured, is_only_planning = self._captured, _weakly(self._is_only_planning)
 
         def planned(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-            self._captured[situation] += 1
-            return self._unless_only_planning(backend(gm, example_inputs), gm)
+            captured[situation] += 1
+            return _unless_only_planning(backend(gm, example_inputs), gm, is_only_planning)
 
         return torch.compile(self._entry_point(), backend=planned, fullgraph=not self._may_break, dynamic=False)
 
@@ -155,17 +186,12 @@ class Attachment:
         self.plan = plan
         raise _PlannedWithoutRunningError
 
-    def _unless_only_planning(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        traced = [gm]
+    def _is_only_planning(self) -> bool:
+        return self.only_plan
 
-        def run(*inputs: Any) -> Any:
-            if self.only_plan:
-                raise _PlannedWithoutRunningError
-            if traced:
-                forget_traced_values(traced.pop())
-            return compiled(*inputs)
-
-        return run
+    def _inputs_now(self) -> Any:
+        """What the call in progress on this thread was given."""
+        return getattr(self._of_thread, "inputs", ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module: scheduled where gradients are wanted, plainly elsewhere.

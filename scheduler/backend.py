@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -79,10 +80,10 @@ class Backend:
         every_output: bool = False,
         on_secondary_gradient: Callable[[], None] | None = None,
     ) -> None:
-        self.module = module
+        self._module = _weak(module)  # compiled code outlives what it was compiled for
         self.settings = settings
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
+        self._optimizer = _weak(optimizer)
+        self._loss = _weak(loss_fn if isinstance(loss_fn, nn.Module) else None)
         self.call_inputs = call_inputs
         self.given = given
         self.remembered = remembered or RememberedPlans()
@@ -93,9 +94,19 @@ class Backend:
         self.on_secondary_gradient = on_secondary_gradient
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module, while it lives."""
+        return self._module()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state counts, while it lives."""
+        return self._optimizer()
+
+    @property
     def parts(self) -> nn.ModuleList:
         """The modules that take part in the step: the scheduled one, and a loss that is a module."""
-        return nn.ModuleList([m for m in (self.module, self.loss_fn) if isinstance(m, nn.Module)])
+        return nn.ModuleList([m for m in (self.module, self._loss()) if isinstance(m, nn.Module)])
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -112,6 +123,7 @@ class Backend:
             begin_backward=compilation.begin_backward,
             finish_backward=compilation.finish_backward,
         )
+        compilation.example_inputs = ()  # real tensors, the batch among them
         if detached is not gm:
             forget_traced_values(detached)
         scheduled, reach = compilation.scheduled, compilation.reach
@@ -301,6 +313,14 @@ class _Compilation:
         if self.first_step is not None:
             self.first_step.backward_has_run()
         return self.reach.only_reached(gradients)
+
+
+_T = TypeVar("_T")
+
+
+def _weak(value: _T | None) -> Callable[[], _T | None]:
+    """Gives a value as long as something else holds it."""
+    return (lambda: None) if value is None else weakref.ref(value)
 
 
 def forget_traced_values(gm: fx.GraphModule) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -199,6 +201,23 @@ def test_scheduling_twice_replaces():
     assert plan_of(model).is_noop
     unschedule(model)
     assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("unscheduled", [False, True])
+def test_a_module_that_nobody_holds_any_more_is_freed(unscheduled):
+    model = layers(16, nn.Dropout(0.2))
+    batch, optimizer = data(12, 16), torch.optim.SGD(model.parameters(), momentum=0.9)
+    schedule(model, "100TB", solver=Between(), costs="roofline", optimizer=optimizer)
+    model(batch).square().sum().backward()
+    seen = [weakref.ref(x) for x in (model, batch, optimizer)]
+    del batch
+    gc.collect()
+    assert seen[1]() is None  # the first batch, while the module lives
+    if unscheduled:
+        unschedule(model)
+    del model, optimizer
+    gc.collect()
+    assert [x() for x in seen] == [None] * 3
 
 
 def test_optimizer_is_counted_and_shared_between_plans():
