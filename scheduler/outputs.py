@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -219,6 +220,32 @@ class _Secondary(torch.autograd.Function):
         return (None, None, None, None, *[None] * ctx.inputs, *passed)
 
 
+def _refuse_watchers(attached: Sequence[torch.Tensor], secondary: int) -> None:
+    """Have a backward refused that owes someone the whole gradient of a secondary output: it passes such an output by.
+
+    Args:
+        attached: outputs of one node, before anybody else has them.
+        secondary: how many of them are secondary; they come first.
+
+    """
+    watched = [weakref.ref(value) for value in attached[:secondary]]
+
+    def check(_: torch.Tensor | None) -> None:
+        for output in watched:
+            value = output()
+            if value is None:
+                continue
+            if value.retains_grad or any(key != mine.id for key in value._backward_hooks or ()):  # noqa: SLF001
+                raise UnsupportedModelError(
+                    f"retain_grad() or a hook on an output of shape {tuple(value.shape)} that the loss is computed "
+                    "from: the loss is taken inside of the scheduled module, so that its gradient does not pass "
+                    "through the output. Take the loss outside, or look at the gradient inside of the forward"
+                )
+
+    # Of the hooks of a node the one that was registered first runs first.
+    mine = attached[-1].register_hook(check)  # type: ignore[no-untyped-call]
+
+
 def attach_secondary(
     outputs: Sequence[Any],
     positions: Sequence[int],
@@ -237,6 +264,7 @@ def attach_secondary(
     apply: Callable[..., tuple[Any, ...]] = _Secondary.apply
     # The compiled function's outputs come last: its node is looked for from the last of the inputs on.
     attached = apply(replay, values, attached_at, frozenset(positions), *inputs, *[outputs[p] for p in primary])
+    _refuse_watchers(attached, len(positions))
     for position, value in zip(attached_at, attached, strict=True):
         results[position] = value
     return results

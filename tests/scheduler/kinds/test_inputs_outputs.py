@@ -148,6 +148,26 @@ def test_second_derivatives_of_what_the_loss_comes_from_are_refused():
         torch.autograd.grad(logits.sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("watch", [lambda h: h.retain_grad(), lambda h: h.register_hook(lambda g: 2 * g)])
+def test_watching_the_gradient_of_what_the_loss_comes_from_is_refused(watch):
+    """Its gradient is inside of the module: a hook would see ``None``, or change nothing."""
+
+    class Returns(Inner):
+        def forward(self, x):
+            h = self.body(x).exp()
+            return h.square().mean(), h
+
+    model = bounded(Returns())
+    for _ in range(2):
+        loss, logits = model(X)
+        watch(logits)
+        with pytest.raises(UnsupportedModelError, match="on an output of shape"):
+            loss.backward()
+    loss, _ = model(X)  # unwatched, it trains on
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 Point = collections.namedtuple("Point", ["first", "second"])  # noqa: PYI024  # as users write them
 
 
