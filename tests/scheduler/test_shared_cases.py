@@ -10,8 +10,8 @@ from tests.shared_cases import LEVELS, PATHS, SHARED, load, run_case, run_case_w
 if not PATHS:
     pytest.skip(f"the shared cases are not beside this checkout ({SHARED})", allow_module_level=True)
 
-# Cases whose budget half-way up leaves room for all that may be copied.
-WITHOUT_COPIES: frozenset[str] = frozenset()
+# Its floor is 99 % of its keep-all peak: half-way up, what little has to go is computed again for nothing.
+WITHOUT_COPIES = frozenset({"09_dataclass_output_aux"})
 
 
 @pytest.fixture(autouse=True)
