@@ -25,6 +25,8 @@ _BUDGET_UNITS: Final = {
     "tib": 2**40,
 }
 _BUDGET_TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*")
+_MOST_GB: Final = 1e6  # a plain number above it is bytes by mistake
+
 _BUDGET_FORMS: Final = (
     "give a positive number of GB (10^9 bytes; budget_gb=8 or 0.35), "
     'or a text with its unit ("7.5GiB", "800MB", "16 GB")'
@@ -147,6 +149,8 @@ def parse_budget(value: object) -> int:
         figure = float(value)
     except OverflowError:
         figure = math.inf
+    if _MOST_GB < figure < math.inf:
+        raise BudgetError(f"a budget of {value!r} is {figure:.3g} GB, more than any device has: {_BUDGET_FORMS}")
     return _checked_bytes(value, figure, 10**9)
 
 

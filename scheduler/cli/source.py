@@ -6,13 +6,14 @@ Nothing is downloaded, and Hugging Face models are built on the ``meta`` device,
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -187,7 +188,7 @@ def hf_config(hf: str, overrides: Sequence[str]) -> Any:
     """A config of transformers, from its JSON or its class, with fields changed.
 
     Raises:
-        typer.BadParameter: transformers is absent, or there is no such file or class.
+        typer.BadParameter: transformers is absent, or there is no such file, class or field.
 
     """
     try:
@@ -206,6 +207,7 @@ def hf_config(hf: str, overrides: Sequence[str]) -> Any:
             raise typer.BadParameter(f"{file} has no model_type: it is not a Hugging Face config", param_hint="--hf")
         model_type = fields.pop("model_type")
         try:
+            known = transformers.AutoConfig.for_model(model_type, **fields)
             config = transformers.AutoConfig.for_model(model_type, **fields | changes)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--hf") from error
@@ -216,9 +218,19 @@ def hf_config(hf: str, overrides: Sequence[str]) -> Any:
                 f"{hf!r} is neither a config.json nor a config class of transformers (such as GPT2Config)",
                 param_hint="--hf",
             )
-        config = kind(**changes)
+        known, config = kind(), kind(**changes)
+    for key in changes:
+        if not hasattr(known, key):
+            raise typer.BadParameter(
+                f"{type(config).__name__} has no field {key!r}{_nearest(key, vars(known))}", param_hint="--set"
+            )
     config.use_cache = False  # a training step has none, and returning one would keep its tensors
     return config
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def _hf_model(config: Any) -> nn.Module:

@@ -358,7 +358,7 @@ def test_budgets(value, expected):
 @pytest.mark.parametrize(
     "value",
     [
-        *(float("nan"), float("inf"), -float("inf"), 0, -1, -0.5, 1e-12, True, False, np.True_, 10**400, 1e308),
+        *(float("nan"), float("inf"), -float("inf"), 0, -1, -0.5, 1e-12, True, False, np.True_, 10**400, 1e308, 25e6),
         *(
             "",
             "8",

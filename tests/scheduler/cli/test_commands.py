@@ -109,6 +109,7 @@ def test_plan_of_a_hugging_face_config(tmp_path):
     [
         (("plan", "--budget", "1GB"), "MODULE:FACTORY, or --hf"),
         (("plan", STEP, "--hf", "GPT2Config", "--budget", "1GB"), "not both"),
+        (("plan", "--hf", "GPT2Config", "--set", "n_hed=4", "--budget", "1GB"), "did you mean 'n_head'?"),
         (("plan", STEP, "--budget", "-3"), "not a positive amount"),
         (("plan", STEP, "--budget", "3 stones"), "unknown unit"),
         (("plan", STEP, "--budget", "1GB", "--device", "h1000"), "Did you mean"),
