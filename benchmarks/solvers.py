@@ -33,6 +33,8 @@ from solvers.validate import validate
 SHARES: Final = (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)
 MANY_OPS: Final = 5_000
 
+_MOST_DRAWN: Final = 60.0  # per cent of added time; what is slower leaves its panel at the top
+
 Point = tuple[int, int]  # peak in bytes, step time in ns
 
 
@@ -210,7 +212,8 @@ def plot(found: list[Graph]) -> None:
         axes = figure.add_subplot(-(-len(found) // columns), columns, index + 1)
         rows = [row for row in graph.rows if row.solution.status.has_plan]
         budgets = [row.budget_bytes / graph.keep_all_bytes for row in rows]
-        axes.fill_between(budgets, 0, [100 * row.bound for row in rows], color="#b0b7bf", alpha=0.4, linewidth=0)
+        bound = [100 * row.bound for row in rows]
+        axes.fill_between(budgets, 0, bound, color="#b0b7bf", alpha=0.4, linewidth=0, label="proven impossible")
         axes.plot(budgets, [100 * row.overhead for row in rows], "o-", color="#2f6fa7", markersize=3, label="plan")
         best = [(b, 100 * min(row.baselines.values())) for b, row in zip(budgets, rows, strict=True) if row.baselines]
         if best:
@@ -218,7 +221,8 @@ def plot(found: list[Graph]) -> None:
         axes.set_title(f"{graph.name}: {graph.ops:,} ops", fontsize="small")
         axes.set_xlabel("budget / keep-all peak", fontsize="small")
         axes.set_ylabel("added time (%)", fontsize="small")
-        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, min(_MOST_DRAWN, 1.15 * max(100 * row.overhead for row in rows)))
         axes.legend(fontsize="x-small", frameon=False)
     RESULTS.mkdir(exist_ok=True)
     figure.savefig(RESULTS / "solvers.png", dpi=90)
