@@ -3,9 +3,10 @@
 Worker threads copy at the stated bandwidth: what a device's link would do, with the host's bytes counted apart. Costs
 are profiled on this machine. For each bandwidth the model trains beside a plain copy, on the same batches with the same
 seeds and in turns. Matrix products run once, those of attention included, as in selective checkpointing: with all free
-to run again, no plan with copies was found a fifth below the least without (:mod:`benchmarks.offload_reach`). Passes where all losses and
-gradients are equal bit for bit, the measured peak is within the budget and within 1 % of the predicted one, and the
-predicted step time is within 15 % of the measured median. Times want a machine that does nothing else.
+to run again, no plan with copies was found a fifth below the least without (:mod:`benchmarks.offload_reach`). Passes
+where all losses and gradients are equal bit for bit, the measured peak is within the budget and within 1 % of the
+predicted one, and the predicted step time is within 15 % of the measured median. Times want a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def main() -> None:
         notes = [
             f"The budget is {SHARE:g} of the least that the search found for plans without copies.",
             (
-                f"Never run again: {', '.join(NEVER_AGAIN)}. With all free to run again no plan with copies was found a "
-                "fifth below the least budget without: see [offload_reach.md](offload_reach.md)."
+                f"Never run again: {', '.join(NEVER_AGAIN)}. With all free to run again no plan with copies was found "
+                "a fifth below the least budget without: see [offload_reach.md](offload_reach.md)."
             ),
             (
                 "Peaks are those of the device, here what the step allocates outside of the pool of host buffers; "
