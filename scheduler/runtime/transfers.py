@@ -229,7 +229,8 @@ def _copy(task: _Task, after: _Task | None, seconds: float, delay: Callable[[], 
     assert task.tensors is not None
     begin = time.perf_counter()
     time.sleep(delay())
-    task.tensors[0].copy_(task.tensors[1])
+    # .data has a version of its own: what is on its way while the forward ends is saved for the backward meanwhile.
+    task.tensors[0].data.copy_(task.tensors[1])
     time.sleep(max(0.0, seconds - (time.perf_counter() - begin)))
 
 
