@@ -50,6 +50,19 @@ def test_several_threads_get_buffers_of_their_own():
     assert transfers.allocated_bytes <= 2 * 6 * SLOT.bytes  # a thread drops a buffer once it has the next
 
 
+def test_what_is_saved_while_it_comes_back_is_as_it_was_saved():
+    """A copy back that begins in the forward ends in the backward, and autograd looks at versions there."""
+    transfers = ThreadTransfers([SLOT], LINK, delay=lambda: 0.05)
+    x = torch.arange(1000.0)
+    host = transfers.offload(x, SLOT)
+    transfers.leave(host)
+    back = transfers.fetch(host, SLOT.bytes, CPU)
+    version = back._version
+    transfers.arrive(host)
+    assert back._version == version
+    assert torch.equal(back.view(torch.float32), x)
+
+
 def test_a_buffer_is_in_use_as_long_as_its_tensor(transfers):
     first = transfers.offload(torch.ones(1000), SLOT)
     second = transfers.offload(torch.full((1000,), 2.0), SLOT)
