@@ -15,7 +15,6 @@ from benchmarks.common import Table, arguments, finish, write_results
 from graphs.links import parse_link
 from scheduler import plan
 from solvers import Problem, find_floor
-from solvers.offload import offload_floor
 from solvers.offload_floor import lower_with_copies
 
 LINK = "450GB/s"
@@ -63,7 +62,6 @@ def main() -> None:
         linked = problem.with_link(parse_link(LINK), 10**12)
         found, bound = lower_with_copies(linked, alone, tolerance=0.01, time_limit_s=options.seconds)
         least = alone if found is None else found.peak_bytes
-        bound = max(bound, offload_floor(linked), key=lambda b: b.bytes)
         table.add(
             f"{shape.width} × {shape.batch} × {shape.tokens}, {shape.vocabulary}",
             *(f"{size / 1e6:.2f}" for size in (problem.static_bytes, problem.budget_bytes, alone, least)),

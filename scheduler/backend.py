@@ -170,7 +170,8 @@ class Backend:
         def run(*inputs: Any) -> Any:
             context = StepContext.record(inputs, overwritten, device) if secondary else None
             outputs = compiled(*inputs)
-            reach.apply_to(outputs)
+            if secondary or reach.is_partial_possible:
+                reach.apply_to(outputs)
             if context is None or not torch.is_grad_enabled():
                 return outputs
 

@@ -58,7 +58,7 @@ class HostStateSpace:
             wait = max(on_host.get(s, 0), arriving.get(s, 0))
             yield Free(s), wait, _advanced(state._replace(resident=state.resident - {s}), wait, without=(s,))
         unneeded = state.resident - self.needed[state.position]
-        if unneeded and not any(dict(state.departing).get(s, 0) for s in unneeded):
+        if unneeded and not any(on_host.get(s, 0) for s in unneeded):
             return  # freeing them costs nothing: nothing else is worth trying first
         yield from self._executions(state, on_host, arriving)
         yield from self._copies(state, on_host)
