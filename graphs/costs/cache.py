@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 
-MEASUREMENT: Final = 3
+MEASUREMENT: Final = 4
 """Raised whenever ops are measured in another way than before: figures of earlier versions are then measured again."""
 
 CACHE_VARIABLE: Final = "CHECKPOINT_SCHEDULER_CACHE"

@@ -13,10 +13,10 @@ import torch
 from graphs.costs.memory_events import peak_bytes, record_op_memory
 
 _SLOW_NS: Final = 25_000_000
-"""An op that takes longer runs three times in all, warm-up included: the median leaves a slow first run out."""
+"""An op that takes longer runs three times in all, warm-up included."""
 
 _VERY_SLOW_NS: Final = 250_000_000
-"""An op that takes longer runs twice, and the faster run counts: so long a run averages disturbances by itself."""
+"""An op that takes longer runs twice."""
 
 _BATCH_NS: Final = 100_000
 """Fast ops are timed in batches of about this length, long against the clock and the loop around them."""
@@ -30,7 +30,10 @@ _MOST_CALLS_PER_BATCH: Final = 50
 
 
 def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Median time in nanoseconds of a warm call, and the bytes it allocates at most beyond what it returns.
+    """Time in nanoseconds of a warm call, and the bytes it allocates at most beyond what it returns.
+
+    On a CUDA device the time is the median of some samples. On a CPU it is the least: what else runs there only ever
+    adds to it. With one torch thread it is moreover the processor time of that thread, which others cannot add to.
 
     Results of a call are freed before the next one starts, so no more than one set of results is alive.
 
@@ -43,12 +46,13 @@ def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[int, in
 
 
 def _measure_cpu(call: Callable[[], Any]) -> tuple[int, int]:
+    clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     elapsed: list[int] = []
 
     def timed() -> Any:
-        start = time.perf_counter_ns()
+        start = clock()
         result = call()
-        elapsed.append(time.perf_counter_ns() - start)
+        elapsed.append(clock() - start)
         return result
 
     timed()  # warm-up: primitive caches, pages, code paths
@@ -56,14 +60,12 @@ def _measure_cpu(call: Callable[[], Any]) -> tuple[int, int]:
     workspace = peak_bytes(deltas) - max(0, sum(deltas))
     del result
     fastest = min(elapsed)
-    if fastest > _VERY_SLOW_NS:
-        return fastest, workspace
     if fastest > _SLOW_NS:
-        timed()
-        return round(statistics.median(elapsed)), workspace
+        if fastest <= _VERY_SLOW_NS:
+            timed()
+        return min(elapsed), workspace
     calls, samples_wanted = _batches(fastest)
-    samples = [_batch_ns(call, calls) for _ in range(samples_wanted)]
-    return round(statistics.median(samples)), workspace
+    return min(_batch_ns(call, calls, clock) for _ in range(samples_wanted)), workspace
 
 
 def _batches(call_ns: float) -> tuple[int, int]:
@@ -73,11 +75,11 @@ def _batches(call_ns: float) -> tuple[int, int]:
     return calls, max(_LEAST_SAMPLES, min(_MOST_SAMPLES, affordable))
 
 
-def _batch_ns(call: Callable[[], Any], calls: int) -> int:
-    start = time.perf_counter_ns()
+def _batch_ns(call: Callable[[], Any], calls: int, clock: Callable[[], int]) -> int:
+    start = clock()
     for _ in range(calls):
         call()
-    return round((time.perf_counter_ns() - start) / calls)
+    return round((clock() - start) / calls)
 
 
 def _measure_cuda(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:

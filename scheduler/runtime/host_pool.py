@@ -96,12 +96,16 @@ class HostPool:
         """Take a buffer back."""
         self.free.setdefault(size, []).append(memory)
 
+    def is_free(self, size: int) -> bool:
+        """Whether there is a free buffer of this size."""
+        return bool(self.free.get(size))
+
     def has_room(self, size: int, limit_bytes: int) -> bool:
         """Whether a buffer of this size is free, or can be had without more than the limit on the host in all.
 
         Free buffers of other sizes are given up for it where need be; for a pool without a plan.
         """
-        if self.free.get(size):
+        if self.is_free(size):
             return True
         size = self._rounded(size)
         if self.allocated_bytes + size > limit_bytes:

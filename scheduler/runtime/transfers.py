@@ -83,7 +83,8 @@ class Transfers(abc.ABC):
         if storage.nbytes() != slot.bytes:
             raise TransferError(f"{slot.label} has {storage.nbytes()} bytes, and {slot.bytes} were planned")
         with self._lock:
-            self._collect()
+            if not self.pool.is_free(slot.bytes):
+                self._collect()
             memory = self.pool.take(slot)
             host = torch.from_numpy(memory.numpy())  # a storage of its own over the same memory, so that its end shows
             alive = StorageWeakRef(host.untyped_storage())  # type: ignore[no-untyped-call]
@@ -310,52 +311,53 @@ def _flat(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-@torch.library.custom_op(f"{_LIBRARY}::offload", mutates_args=())
 def offload(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
     """Start copying the storage of ``x`` to the host; see :class:`Transfers`."""
     moving = _known[transfers]
     return moving.offload(x, moving.slots[slot])
 
 
-@offload.register_fake
-def _(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
-    del transfers, slot
-    return torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
-
-
-@torch.library.custom_op(f"{_LIBRARY}::leave", mutates_args=())
 def leave(host: torch.Tensor, transfers: int) -> None:
     """Wait until a copy to the host has ended."""
     _known[transfers].leave(host)
 
 
-@leave.register_fake
-def _(host: torch.Tensor, transfers: int) -> None:
-    del host, transfers
-
-
-@torch.library.custom_op(f"{_LIBRARY}::fetch", mutates_args=())
 def fetch(host: torch.Tensor, transfers: int, size: int, device: torch.device) -> torch.Tensor:
     """Start copying a storage back from the host, and return its bytes."""
     return _known[transfers].fetch(host, size, device)
 
 
-@fetch.register_fake
-def _(host: torch.Tensor, transfers: int, size: int, device: torch.device) -> torch.Tensor:
-    del host, transfers
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-@torch.library.custom_op(f"{_LIBRARY}::arrive", mutates_args=())
 def arrive(host: torch.Tensor, transfers: int) -> None:
     """Wait until a copy from the host has ended."""
     _known[transfers].arrive(host)
 
 
-@arrive.register_fake
-def _(host: torch.Tensor, transfers: int) -> None:
+def _fake_offload(x: torch.Tensor, transfers: int, slot: int) -> torch.Tensor:
+    del transfers, slot
+    return torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+
+
+def _fake_wait(host: torch.Tensor, transfers: int) -> None:
     del host, transfers
 
+
+def _fake_fetch(host: torch.Tensor, transfers: int, size: int, device: torch.device) -> torch.Tensor:
+    del host, transfers
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+# Defined without torch.library.custom_op, whose layers for autograd and Dynamo take as long as all the rest: a step
+# calls these hundreds of times, behind both.
+_library = torch.library.Library(_LIBRARY, "DEF")  # type: ignore[no-untyped-call]
+for _schema, _kernel, _fake in (
+    ("offload(Tensor x, int transfers, int slot) -> Tensor", offload, _fake_offload),
+    ("leave(Tensor host, int transfers) -> ()", leave, _fake_wait),
+    ("fetch(Tensor host, int transfers, SymInt size, Device device) -> Tensor", fetch, _fake_fetch),
+    ("arrive(Tensor host, int transfers) -> ()", arrive, _fake_wait),
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{_LIBRARY}::{_kernel.__name__}", _fake, lib=_library)
 
 OFFLOAD: Final = torch.ops.checkpoint_scheduler.offload.default
 LEAVE: Final = torch.ops.checkpoint_scheduler.leave.default
