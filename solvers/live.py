@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,6 +45,23 @@ class LiveBytes:
 
     def during(self, order: Sequence[int], *, leaving_out: Sequence[int] = ()) -> _Ints:
         """Bytes live during each execution of an executable order, static ones and some storages left out."""
+        return self.of(order, self.copies(order), leaving_out=leaving_out)
+
+    def of(self, order: Sequence[int], copies: Copies, *, leaving_out: Sequence[int] = ()) -> _Ints:
+        """The same, where the copies of the order are known."""
+        size = self._size
+        if len(leaving_out):
+            size = size.copy()
+            size[list(leaving_out)] = 0
+        ops = np.asarray(order, dtype=np.int64)
+        change = np.zeros(len(ops) + 2, dtype=np.int64)
+        np.add.at(change, copies.start, size[copies.storage])
+        np.subtract.at(change, copies.end + 1, size[copies.storage])
+        live: _Ints = np.cumsum(change[: len(ops)]) + self._workspace[ops]
+        return live
+
+    def copies(self, order: Sequence[int]) -> Copies:
+        """What each production of an executable order makes, and until when it lives."""
         ops = np.asarray(order, dtype=np.int64)
         read, read_at = self._reads.of(ops)
         made, made_at = self._makes.of(ops)
@@ -59,15 +77,34 @@ class LiveBytes:
         final = np.ones(len(first), dtype=bool)
         final[:-1] = made[1:] != made[:-1]
         end = np.where(final & self._stays[made], len(ops), end)
-        size = self._size
-        if len(leaving_out):
-            size = size.copy()
-            size[list(leaving_out)] = 0
-        change = np.zeros(len(ops) + 2, dtype=np.int64)
-        np.add.at(change, start, size[made])
-        np.subtract.at(change, end + 1, size[made])
-        live: _Ints = np.cumsum(change[: len(ops)]) + self._workspace[ops]
-        return live
+        return Copies(made, start, end, storage * (len(ops) + 1) + at, len(ops))
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of storages over an order of executions, by storage and then by place: one for each production.
+
+    Attributes:
+        storage: of which each is a copy.
+        start: where it is made.
+        end: its last use; the length of the order where it stays.
+        events: of every use and production storage · (length + 1) + place, ascending.
+        length: of the order.
+
+    """
+
+    storage: _Ints
+    start: _Ints
+    end: _Ints
+    events: _Ints
+    length: int
+
+    def next_use(self, storages: _Ints, place: int) -> _Ints:
+        """For each storage the first place after ``place`` where it is used or made; the length if nowhere."""
+        base = storages * (self.length + 1)
+        following = np.searchsorted(self.events, base + place, side="right")
+        at = np.append(self.events, np.iinfo(np.int64).max)[following] - base
+        return np.minimum(at, self.length)
 
 
 class _Rows:

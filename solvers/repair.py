@@ -6,70 +6,19 @@ stretches where the relaxation does not look, into plans at the price of a few c
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.extract import missing_ops
+from solvers.live import Copies, LiveBytes
 from solvers.problem import Problem
 
 _WORK = 400_000  # executions simulated at most, all trials together
 _TRIALS = 6  # storages tried per violated execution
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Copy:
-    """One copy of a storage: made at a position of the order, last used at ``end``, read at ``reads``, ascending."""
-
-    storage: int
-    made: int
-    end: int
-    reads: tuple[int, ...]
-
-
-def _copies(problem: Problem, order: Sequence[int]) -> list[_Copy]:
-    """All copies in an order, each living to its last read before the storage is made again."""
-    made: dict[int, int] = {}
-    reads: dict[int, list[int]] = {}
-    copies: list[_Copy] = []
-
-    def close(s: int, *, last: bool) -> None:
-        stays = last and s in problem.live_at_end
-        end = len(order) if stays else max(reads[s], default=made[s])
-        copies.append(_Copy(s, made[s], end, tuple(reads[s])))
-
-    for position, op in enumerate(order):
-        for s in problem.inputs[op]:
-            reads[s].append(position)
-        for s in problem.outputs[op]:
-            if s in made:
-                close(s, last=False)
-            made[s] = position
-            reads[s] = []
-    for s in made:
-        close(s, last=True)
-    return copies
-
-
-def _live(problem: Problem, order: Sequence[int], copies: Sequence[_Copy]) -> list[int]:
-    """Bytes live during each execution, static ones left out."""
-    change = [0] * (len(order) + 2)
-    for copy in copies:
-        change[copy.made] += problem.storage_bytes[copy.storage]
-        change[copy.end + 1] -= problem.storage_bytes[copy.storage]
-    live = []
-    total = 0
-    for position, op in enumerate(order):
-        total += change[position]
-        live.append(total + problem.workspace_bytes[op])
-    return live
-
-
-def _overflow(live: Sequence[int], capacity: int) -> int:
-    return sum(b - capacity for b in live if b > capacity)
 
 
 def repair(problem: Problem, order: Sequence[int], *, deadline: float = math.inf) -> tuple[int, ...]:
@@ -80,19 +29,20 @@ def repair(problem: Problem, order: Sequence[int], *, deadline: float = math.inf
     budget, summed over executions) is dropped. Deterministic, unless ``deadline`` (``time.perf_counter``) passes.
     """
     capacity = problem.capacity_bytes
+    bytes_of = LiveBytes(problem)
     current = tuple(order)
-    copies = _copies(problem, current)
-    live = _live(problem, current, copies)
+    copies = bytes_of.copies(current)
+    live = bytes_of.of(current, copies)
     work = 0
     while work < _WORK and time.perf_counter() < deadline:
         overflow = _overflow(live, capacity)
         if not overflow:
             break
-        where = next(i for i, b in enumerate(live) if b > capacity)
-        for candidate in _splits(problem, current, copies, where, live[where] - capacity):
+        where = int((live > capacity).argmax())
+        for candidate in _splits(problem, current, copies, where, int(live[where]) - capacity):
             work += len(candidate)
-            new_copies = _copies(problem, candidate)
-            new_live = _live(problem, candidate, new_copies)
+            new_copies = bytes_of.copies(candidate)
+            new_live = bytes_of.of(candidate, new_copies)
             if _overflow(new_live, capacity) < overflow:
                 current, copies, live = candidate, new_copies, new_live
                 break
@@ -101,22 +51,27 @@ def repair(problem: Problem, order: Sequence[int], *, deadline: float = math.inf
     return current
 
 
+def _overflow(live: NDArray[np.int64], capacity: int) -> int:
+    return int(np.maximum(live - capacity, 0).sum())
+
+
 def _splits(
-    problem: Problem, order: tuple[int, ...], copies: Sequence[_Copy], where: int, excess: int
-) -> list[tuple[int, ...]]:
+    problem: Problem, order: tuple[int, ...], copies: Copies, where: int, excess: int
+) -> Iterator[tuple[int, ...]]:
     """Orders in which one storage is dropped before ``where`` and rebuilt right before its next read, best first."""
+    waiting = np.sort(copies.storage[(copies.start < where) & (where < copies.end)])
     options: list[tuple[float, int, int, list[int]]] = []
-    storage, made, end = np.array([(c.storage, c.made, c.end) for c in copies]).T
-    for copy in copies:
-        if not copy.made < where < copy.end or where in copy.reads or not problem.storage_bytes[copy.storage]:
+    resident_at: dict[int, set[int]] = {}
+    for s, again in zip(waiting.tolist(), copies.next_use(waiting, where).tolist(), strict=True):
+        if not problem.storage_bytes[s] or s in problem.inputs[order[where]]:
             continue
-        again = next((r for r in copy.reads if r > where), len(order))
-        resident = set(storage[(made < again) & (again <= end)].tolist()) - {copy.storage}
+        if again not in resident_at:
+            resident_at[again] = set(copies.storage[(copies.start < again) & (again <= copies.end)].tolist())
         try:
-            ops = missing_ops(problem, (copy.storage,), resident)
+            ops = missing_ops(problem, (s,), resident_at[again] - {s})
         except ValueError:
             continue
         time = sum(problem.time_ns[op] for op in ops) + 1
-        options.append((time / min(problem.storage_bytes[copy.storage], excess), copy.storage, again, ops))
+        options.append((time / min(problem.storage_bytes[s], excess), s, again, ops))
     options.sort()
-    return [(*order[:again], *ops, *order[again:]) for _, _, again, ops in options[:_TRIALS]]
+    return ((*order[:again], *ops, *order[again:]) for _, _, again, ops in options[:_TRIALS])
