@@ -97,6 +97,10 @@ class Milp:
         self._integer.append(integer)
         return len(self._cost) - 1
 
+    def add_cost(self, column: int, cost: float) -> None:
+        """Raise the cost of a column."""
+        self._cost[column] += cost
+
     def row(self, terms: Iterable[tuple[int, float]], lower: float) -> None:
         """Add the row ``Σ coefficient · column ≥ lower``; no column may appear twice."""
         index = len(self._row_lower)

@@ -102,6 +102,28 @@ class MomentsModel:
                 stack.extend(fresh)
         return frozenset(found)
 
+    def _passing(self, k: int, candidates: frozenset[int]) -> dict[int, int]:
+        """Storages that no plan need keep at moment ``k``, since they only pass on to one op; with that op.
+
+        Let u < p_k be the only op that reads s, and what it makes, as far as it is a candidate, take no more bytes.
+        Whoever keeps s does so to execute u again. Keeping what u makes instead, from its first execution on, takes no
+        more memory at any moment and saves executing u: S[k,s] = 0. Where s was made again before the moment, u would
+        have to be executed there as well, for which the other inputs of u may be missing: after the first moment the
+        argument holds for ops that read s alone. With one moment the op that makes s alone is executed again where u
+        is, and nowhere else: one column X serves both.
+        """
+        problem, p = self.problem, self.moments[k]
+        found = {}
+        for s in candidates:
+            if len(problem.readers[s]) != 1 or s in problem.live_at_end or not problem.storage_bytes[s]:
+                continue
+            (reader,) = problem.readers[s]
+            made = sum(problem.storage_bytes[o] for o in problem.outputs[reader] if o in candidates)
+            alone = k == 0 or len(problem.inputs[reader]) == 1
+            if reader < p and alone and made <= problem.storage_bytes[s]:
+                found[s] = reader
+        return found
+
     def _add_columns(self, k: int) -> None:
         """S, X and Y of moment ``k``. Inputs of the moment's op are resident; storages of no bytes may as well be."""
         problem, p = self.problem, self.moments[k]
@@ -110,14 +132,22 @@ class MomentsModel:
         later: dict[int, int] = {}
         inputs = set(problem.inputs[p])
         several = k + 1 < len(self.moments)
-        for s in sorted(self._candidates(p)):
-            forced = s in inputs or problem.storage_bytes[s] == 0
-            keep[s] = self.milp.column(lower=1.0 if forced else 0.0)
+        candidates = self._candidates(p)
+        passing = self._passing(k, candidates)
+        for s in sorted(candidates, key=lambda s: (-problem.producer[s], s)):  # readers before what they read
+            if s not in passing:
+                forced = s in inputs or problem.storage_bytes[s] == 0
+                keep[s] = self.milp.column(lower=1.0 if forced else 0.0)
             op = problem.producer[s]
-            if problem.recomputable[op] and op not in redo:
-                redo[op] = self.milp.column(cost=problem.time_ns[op] * self._percent, integer=False)
-                if several:
-                    later[op] = self.milp.column(integer=False)
+            if not problem.recomputable[op] or op in redo:
+                continue
+            if len(self.moments) == 1 and s in passing and len(problem.outputs[op]) == 1:
+                redo[op] = redo[passing[s]]
+                self.milp.add_cost(redo[op], problem.time_ns[op] * self._percent)
+                continue
+            redo[op] = self.milp.column(cost=problem.time_ns[op] * self._percent, integer=False)
+            if several:
+                later[op] = self.milp.column(integer=False)
         self._keep.append(keep)
         self._redo.append(redo)
         self._redo_later.append(later if several else redo)
@@ -145,10 +175,8 @@ class MomentsModel:
         op = self.problem.producer[s]
         if op >= self.moments[k]:
             return None
-        terms = [(self._keep[k][s], 1.0)]
-        if op in redo:
-            terms.append((redo[op], 1.0))
-        return terms
+        columns = (self._keep[k].get(s), redo.get(op))
+        return [(column, 1.0) for column in columns if column is not None]
 
     def _add_closure(self, k: int, redo: dict[int, int]) -> None:
         """Inputs of recomputations: X[k,v] ≤ X[k,made(s)] + S[k,s] for every input s of v; the same for Y.
@@ -159,7 +187,7 @@ class MomentsModel:
         for op, column in redo.items():
             for s in self.problem.inputs[op]:
                 terms = self._available(k, s, redo)
-                if terms is not None:
+                if terms is not None and (column, 1.0) not in terms:
                     self.milp.row([*terms, (column, -1.0)], 0.0)
 
     def _add_need(self, k: int, redo: dict[int, int], end: int) -> None:

@@ -64,6 +64,11 @@ class OffloadModel(MomentsModel):
         total = sum(link.to_host_ns(size) + link.to_device_ns(size) for size in movable)
         return 100.0 * total / max(problem.keep_all_time_ns, 1)
 
+    def _passing(self, k: int, candidates: frozenset[int]) -> dict[int, int]:
+        """None: what would be kept instead might not be movable."""
+        del k, candidates
+        return {}
+
     def _add_columns(self, k: int) -> None:
         """Further columns of a moment: O for what may be copied and is not forced to be resident."""
         super()._add_columns(k)

@@ -1,4 +1,6 @@
 import dataclasses
+import math
+import random
 
 import pytest
 
@@ -7,7 +9,7 @@ from solvers.brute_force import BruteForceSolver
 from solvers.extract import just_in_time, missing_ops
 from solvers.milp import MilpStatus
 from solvers.moments_model import Decisions, MomentsModel
-from solvers.store_all import keep_all_peak_op
+from solvers.store_all import StoreAllSolver, keep_all_peak_op
 from solvers.validate import validate
 from tests.problems import keep_all_peak, known_cases, random_chain, random_problem, training_chain
 
@@ -34,9 +36,16 @@ def induced_point(problem, moments, steps):
     return kept, redone
 
 
+class EverythingKept(MomentsModel):
+    """The model before presolve: every candidate may be kept."""
+
+    def _passing(self, k, candidates):
+        return {}
+
+
 def assert_feasible_and_no_dearer(problem, moments, steps):
     """The point that the schedule induces satisfies every row of the model, and costs no more than it recomputes."""
-    model = MomentsModel(problem, moments, problem.capacity_bytes)
+    model = EverythingKept(problem, moments, problem.capacity_bytes)
     assert model.feasible
     kept, redone = induced_point(problem, moments, steps)
     values = [0.0] * model.milp.columns
@@ -68,6 +77,44 @@ def test_every_optimal_schedule_induces_a_feasible_point_of_no_greater_cost(seed
     last = len(problem.time_ns)
     for moments in ((keep_all_peak_op(problem),), tuple(range(last)), tuple(range(0, last, 2)), (last - 1,)):
         assert_feasible_and_no_dearer(problem, moments, solution.steps)
+
+
+def passing_problem(seed):
+    """A problem in which many storages are read by one op only, whose result is no larger."""
+    draw = random.Random(seed)
+    count = draw.randrange(5, 9)
+    inputs = [[]] + [sorted({v - 1, draw.randrange(v)} if draw.random() < 0.4 else {v - 1}) for v in range(1, count)]
+    sizes = [draw.randrange(1, 6) for _ in range(count)]
+    inputs += [[count - 1, *([draw.randrange(count)] if draw.random() < 0.6 else [])] for _ in range(2)]
+    times = [draw.randrange(1, 9) for _ in inputs]
+    problem = Problem.from_single_outputs(times, [*sizes, 1, 1], [sorted(set(i)) for i in inputs], 0)
+    peak = StoreAllSolver().solve(problem.with_budget(10**9)).peak_bytes
+    return problem.with_budget(max(1, int(peak * draw.uniform(0.5, 0.95))))
+
+
+def least_cost(model):
+    return model.milp.solve(absolute_gap=0.0, time_limit_s=30).objective if model.feasible else math.inf
+
+
+def test_leaving_out_what_only_passes_on_changes_no_optimum():
+    smaller = 0
+    for seed in range(150):
+        problem = passing_problem(seed)
+        last = len(problem.time_ns)
+        optimum = BruteForceSolver(find_floor=False).solve(problem)
+        for moments in ((keep_all_peak_op(problem),), (last - 1,), tuple(range(0, last, 2)), tuple(range(last))):
+            whole = EverythingKept(problem, moments, problem.capacity_bytes)
+            model = MomentsModel(problem, moments, problem.capacity_bytes)
+            smaller += model.milp.columns < whole.milp.columns
+            assert model.feasible == whole.feasible
+            cost, before = least_cost(model), least_cost(whole)
+            assert cost >= before - 1e-6
+            if len(moments) == 1:
+                assert cost == pytest.approx(before, abs=1e-6)
+            if optimum.status.has_plan:
+                added = 100.0 * (optimum.step_time_ns / problem.keep_all_time_ns - 1)
+                assert cost <= added + 1e-6
+    assert smaller > 150
 
 
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
