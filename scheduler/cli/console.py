@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from rich.table import Table
 
 SCHEMA_VERSION = 1
 _spinning: list[tuple[Status, str]] = []  # a terminal can show one at a time
+_UNIT = re.compile(r"(?<=\d) (?=([kMGT]?B|[nµm]?s)\b)")  # the space between a number and its unit
 _NARROWEST = 100  # columns where output goes to a file or a pipe
 
 
@@ -36,6 +39,20 @@ def note(message: str) -> None:
 def print_json(kind: str, fields: Mapping[str, Any]) -> None:
     """Print a result as one JSON object with its kind and schema version."""
     typer.echo(json.dumps({"kind": kind, "schema_version": SCHEMA_VERSION} | dict(fields), indent=1))
+
+
+def print_indented(text: str) -> None:
+    """Print lines that are indented by spaces: where one is too long, what follows of it is indented further.
+
+    A number stays with its unit.
+    """
+    console = output()
+    for line in text.splitlines():
+        unbroken = _UNIT.sub("\N{NO-BREAK SPACE}", line)
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        wrapped = textwrap.fill(unbroken, console.width, subsequent_indent=indent, break_long_words=False)
+        shown = wrapped.replace("\N{NO-BREAK SPACE}", " ")
+        console.print(shown, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

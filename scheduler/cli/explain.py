@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from scheduler.cli import options
-from scheduler.cli.console import output, print_json, working
+from scheduler.cli.console import print_indented, print_json, working
 from scheduler.explain import explain
 
 NAME = "explain"
@@ -32,4 +32,4 @@ def run(
     if as_json:
         print_json("explain", dataclasses.asdict(found))
     else:
-        output().print(str(found), highlight=False, markup=False)
+        print_indented(str(found))

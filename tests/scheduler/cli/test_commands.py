@@ -173,6 +173,8 @@ def test_explain(saved):
     assert mm["target"] == "aten.mm.default"
     assert found["price"]["delta_bytes"] == 20_500_000
     text = run("explain", saved, "h.1", "--no-price").stdout
+    assert not re.search(r"\d\n *([kMGT]?B|[nµm]?s)\b", text), "a number stands apart from its unit"
+    assert all(len(line) <= 100 for line in text.splitlines())
     assert "mm_1" in text
     assert "would save" not in text
     assert "Did you mean" in " ".join(run("explain", saved, "h.11", code=2).stderr.replace("│", " ").split())
