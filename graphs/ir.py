@@ -22,6 +22,7 @@ import enum
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 import networkx as nx
@@ -124,6 +125,8 @@ class TrainingGraph:
         storages: every storage, static ones included.
         forward_ops: number of forward ops; ``ops[:forward_ops]`` run before the user's ``backward()`` call.
         name: what was captured, for messages only; not part of the fingerprint.
+        order: for each op its position in the order in which the step was captured; empty where that is the graph's.
+            The fingerprint is of the ops in the graph's order, however it came about.
 
     Raises:
         GraphFormatError: an index is out of range, an op reads a storage before it is produced, or phases interleave.
@@ -134,9 +137,12 @@ class TrainingGraph:
     storages: tuple[Storage, ...]
     forward_ops: int
     name: str = ""
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a graph whose indices, order or phases are inconsistent."""
+        if self.order and sorted(self.order) != list(range(len(self.ops))):
+            raise GraphFormatError(f"the order of {len(self.order)} ops is no permutation of {len(self.ops)} ops")
         for position, storage in enumerate(self.storages):
             if storage.index != position or storage.bytes < 0:
                 raise GraphFormatError(
@@ -184,6 +190,45 @@ class TrainingGraph:
         return graph
 
     @functools.cached_property
+    def captured(self) -> TrainingGraph:
+        """The same step with its ops in the order in which they were captured. Storages have the same numbers."""
+        if not self.order:
+            return self
+        position = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return self._permuted(position, ())
+
+    def in_order(self, order: Sequence[int]) -> TrainingGraph:
+        """The same step with its ops in another order. Storages keep their numbers.
+
+        Args:
+            order: for each position the op of :attr:`captured` that runs there; empty for the captured order.
+
+        Raises:
+            GraphFormatError: it is no permutation, reads a storage before it is produced, or mixes the phases.
+
+        """
+        captured = self.captured
+        if not order:
+            return captured
+        if sorted(order) != list(range(len(self.ops))):
+            raise GraphFormatError(f"the order of {len(order)} ops is no permutation of {len(self.ops)} ops")
+        return captured._permuted(order, tuple(order))  # noqa: SLF001 - the same class
+
+    def _permuted(self, order: Sequence[int], kept: tuple[int, ...]) -> TrainingGraph:
+        position = [0] * len(order)
+        for i, op in enumerate(order):
+            position[op] = i
+        return dataclasses.replace(
+            self,
+            ops=tuple(dataclasses.replace(self.ops[op], index=i) for i, op in enumerate(order)),
+            storages=tuple(
+                s if s.producer is None else dataclasses.replace(s, producer=position[s.producer])
+                for s in self.storages
+            ),
+            order=kept,
+        )
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides whether a plan applies: targets, phases, edges, sizes, recomputability.
 
@@ -222,7 +267,7 @@ class TrainingGraph:
                 ]
                 for o in self.ops
             ],
-        }
+        } | ({"order": list(self.order)} if self.order else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainingGraph:
@@ -267,7 +312,8 @@ class TrainingGraph:
                     source,
                 ) in enumerate(data["ops"])
             )
-            return cls(ops, storages, data["forward_ops"], data.get("name", ""))
+            order = tuple(data.get("order", ()))  # absent in graphs that are in the captured order
+            return cls(ops, storages, data["forward_ops"], data.get("name", ""), order)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, GraphFormatError):
                 raise
@@ -297,6 +343,7 @@ class Costs:
         device: name of the device the figures are for.
         source: ``"profiled"`` or ``"roofline"``.
         notes: sentences on what the figures rest on, which plans made with them repeat.
+        order: as :attr:`TrainingGraph.order` of the graph whose op order this is.
 
     """
 
@@ -305,3 +352,19 @@ class Costs:
     device: str
     source: str
     notes: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def in_order(self, order: Sequence[int]) -> Costs:
+        """The same figures for the ops in another order, as :meth:`TrainingGraph.in_order`."""
+        if tuple(order) == self.order:
+            return self
+        time_ns, workspace_bytes = list(self.time_ns), list(self.workspace_bytes)
+        for i, op in enumerate(self.order):
+            time_ns[op], workspace_bytes[op] = self.time_ns[i], self.workspace_bytes[i]
+        chosen = order or range(len(time_ns))
+        return dataclasses.replace(
+            self,
+            time_ns=tuple(time_ns[op] for op in chosen),
+            workspace_bytes=tuple(workspace_bytes[op] for op in chosen),
+            order=tuple(order),
+        )

@@ -18,8 +18,9 @@ from graphs.links import Link, parse_link
 from scheduler.attach import Attachment, attachment_of, check_initialised, check_not_sharded
 from scheduler.errors import parse_budget
 from scheduler.loss import LOSS_ARGS
+from scheduler.ordering import Solver
 from scheduler.plan import Plan
-from scheduler.planner import Settings, Solver
+from scheduler.planner import Settings
 from scheduler.replan import MinimumBudget, least_budget
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from graphs.constraints import KINDS, Constraints
 from graphs.errors import UnsupportedModelError
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
+from graphs.order import capture_in_order
 from scheduler import _torch
 from scheduler.errors import PlanMismatch, parse_budget
 from scheduler.first_step import FirstStep
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """A planned step, as the backend made it."""
+    """A planned step, as the backend made it; the capture is in the plan's order."""
 
     plan: Plan
     capture: Capture
@@ -230,8 +231,9 @@ class _Compilation:
             self._check_budget(plan, capture, device)
         if backend.on_planned is not None:
             backend.on_planned(plan)
+        ordered = capture_in_order(capture, plan.graph.order)
         try:
-            lowered = lower(capture, plan.steps, functools.partial(transfers_of, capture, plan))
+            lowered = lower(ordered, plan.steps, functools.partial(transfers_of, ordered, plan))
         except HostMemoryError as error:
             if backend.given is not None:
                 raise
@@ -241,8 +243,9 @@ class _Compilation:
             plan = self._plan(capture, device)
             if backend.on_planned is not None:
                 backend.on_planned(plan)
-            lowered = lower(capture, plan.steps)
-        self.scheduled = Scheduled(plan, capture, lowered)
+            ordered = capture_in_order(capture, plan.graph.order)
+            lowered = lower(ordered, plan.steps)
+        self.scheduled = Scheduled(plan, ordered, lowered)
         return lowered.forward, lowered.backward
 
     def _plan(self, capture: Capture, device: torch.device) -> Plan:

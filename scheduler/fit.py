@@ -14,8 +14,8 @@ from typing import Final
 
 from graphs.ir import StorageKind
 from scheduler.errors import Infeasible
+from scheduler.ordering import Solver
 from scheduler.plan import Plan
-from scheduler.planner import Solver
 from scheduler.replan import replan
 from scheduler.units import format_bytes
 from solvers.auto import AutoSolver

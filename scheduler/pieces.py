@@ -13,7 +13,8 @@ allocates and does not hand on is not in it.
 
 The pieces come to light one by one, while the first step runs. So each is planned at its floor first; when a call has
 shown its path, the memory that is left is given to the pieces of it, those that recompute most first, and the next call
-captures them anew with these plans.
+captures them anew with these plans. Each piece keeps the order of its capture (:mod:`scheduler.ordering` is for whole
+steps).
 """
 
 from __future__ import annotations
@@ -158,12 +159,18 @@ class Pieces:
             known.extra = max(known.extra, extra)
             return known.plan
         costs = cost_model(capture, self.settings)
-        problem = problem_of(capture, costs, {})
+        problem = problem_of(capture.graph, costs, {})
         if not self._known:
-            self.budget = budget_of(problem_of(capture, costs, common), capture, common, self.settings)
+            self.budget = budget_of(problem_of(capture.graph, costs, common), capture, common, self.settings)
         solution = find_floor(problem, time_limit_s=self.settings.time_limit_s).plan
         template = plan_from(
-            capture, costs, solution, budget_bytes=self.budget, static={}, settings=self.settings, notes=(_CAUTIOUS,)
+            capture.graph,
+            costs,
+            solution,
+            budget_bytes=self.budget,
+            static={},
+            settings=self.settings,
+            notes=(_CAUTIOUS,),
         )
         piece = Piece(template, problem, solution, extra)
         path = (*self._call.path, piece)

@@ -20,6 +20,7 @@ from scheduler import saved
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.differences import changed_versions, first_difference
 from scheduler.errors import PlanMismatch
+from scheduler.ordering import OrderedStep, keep_all_peak
 from scheduler.report.host import HostUse, host_use
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
@@ -62,7 +63,9 @@ class Plan:
     takes no part in equality. A copy of a plan shares the immutable parts and keeps a measurement of its own.
 
     Attributes:
-        graph: the captured training step.
+        graph: the captured training step, its ops in the order in which the plan first executes them. That is the
+            order of plain training, unless the budget is below the plain peak and another takes less memory:
+            ``graph.order`` then says how the ops have moved.
         costs: time and workspace of each op, as the plan was made with.
         solution: what the solver returned. Its steps number storages as in :attr:`problem`, static ones left out;
             :attr:`graph_steps` are the same with the numbers of :attr:`graph`.
@@ -165,8 +168,23 @@ class Plan:
 
     @functools.cached_property
     def keep_all_peak_bytes(self) -> int:
-        """Predicted peak of the step that keeps everything, static bytes included."""
+        """Predicted peak of the step that keeps everything, in the plan's order, static bytes included."""
         return simulate(self.problem, store_all_steps(self.problem)).peak_bytes
+
+    @functools.cached_property
+    def plain_peak_bytes(self) -> int:
+        """The same in the order of plain training: greater where the plan runs the ops in a better order."""
+        return keep_all_peak(self.captured_problem)
+
+    @functools.cached_property
+    def captured_problem(self) -> Problem:
+        """:attr:`problem` with the ops in the order of plain training."""
+        return self.step.captured.problem_like(self.problem) if self.graph.order else self.problem
+
+    @property
+    def step(self) -> OrderedStep:
+        """The training step and its costs, in the plan's order."""
+        return OrderedStep(self.graph, self.costs)
 
     @property
     def added_time_ns(self) -> int:
@@ -180,7 +198,7 @@ class Plan:
 
     @property
     def lower_bound_ns(self) -> int:
-        """No schedule that first executes the ops in this order is faster, however often it recomputes."""
+        """No schedule that first executes the ops in the plan's order is faster, however often it recomputes."""
         return self.solution.lower_bound_ns
 
     @property
@@ -249,17 +267,18 @@ class Plan:
         ) == len(self.graph.ops)
 
     def check_fits(self, graph: TrainingGraph) -> None:
-        """Refuse to run on another graph than the one that was planned.
+        """Refuse to run on another graph than the one that was planned, in whatever order.
 
         Raises:
             PlanMismatch: the graphs' fingerprints differ. The message names the first difference.
 
         """
-        if graph.fingerprint != self.graph.fingerprint:
+        graph, planned = graph.captured, self.graph.captured
+        if graph.fingerprint != planned.fingerprint:
             changes = changed_versions(self.versions)
             made = f" It was made with {changes}." if changes else ""
             raise PlanMismatch(
-                f"the plan was made for another training step: {first_difference(self.graph, graph)}. "
+                f"the plan was made for another training step: {first_difference(planned, graph)}. "
                 "Plan again, or run it with the model, batch shapes, dtypes and torch version it was made for."
                 f"{made}"
             )

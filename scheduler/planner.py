@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -22,13 +22,12 @@ from graphs.links import Link
 from scheduler.blame import blame
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
+from scheduler.ordering import OrderedStep, Solver, floor_bound, solve_in_orders
 from scheduler.plan import Plan
 from scheduler.progress import quiet_progress
 from scheduler.runtime.host_pool import Slot
 from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
-from solvers.bounds import floor_lower_bound
-from solvers.offload import offload_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution
@@ -42,13 +41,6 @@ HEADROOM = 0.05
 
 #: Share of the host's free memory that copies may take where ``host_budget_gb`` does not say.
 HOST_SHARE = 0.5
-
-
-class Solver(Protocol):
-    """Anything with ``solve(problem) -> Solution``."""
-
-    def solve(self, problem: Problem) -> Solution:
-        """Find a schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +108,7 @@ class Settings:
 
 
 def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan:
-    """Plan a captured step.
+    """Plan a captured step, in the order of its capture or in another (see :mod:`scheduler.ordering`).
 
     Args:
         capture: the step.
@@ -127,16 +119,17 @@ def make_plan(capture: Capture, static: Mapping[str, int], settings: Settings) -
         Infeasible: no plan was found within the budget.
 
     """
-    costs = cost_model(capture, settings)
-    problem = problem_of(capture, costs, static)
+    step = OrderedStep(capture.graph, cost_model(capture, settings))
+    problem = problem_of(*step, static)
     problem = problem.with_budget(budget_of(problem, capture, static, settings))
     problem = with_host_tier(problem, capture, settings)
-    solution = solver_of(settings).solve(problem)
+    found = solve_in_orders(step, problem, functools.partial(solver_of, settings))
+    solution, problem = found.solution, found.problem
     logger.info("%s: %s in %.2f s by %s", capture.graph.name, solution.status, solution.solve_seconds, solution.solver)
     if not solution.status.has_plan:
-        raise infeasible(problem, solution, capture.graph)
+        raise infeasible(problem, solution, found.step.graph)
     validate(problem, solution)
-    plan = plan_from(capture, costs, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
+    plan = plan_from(*found.step, solution, budget_bytes=problem.budget_bytes, static=static, settings=settings)
     return dataclasses.replace(plan, link=problem.link, host_bytes=problem.host_bytes)
 
 
@@ -170,9 +163,9 @@ def transfers_of(capture: Capture, plan: Plan, slots: Sequence[Slot]) -> Transfe
     return ThreadTransfers(slots, plan.link)
 
 
-def problem_of(capture: Capture, costs: Costs, static: Mapping[str, int]) -> Problem:
+def problem_of(graph: TrainingGraph, costs: Costs, static: Mapping[str, int]) -> Problem:
     """The scheduling problem of a step, with a budget of 0."""
-    return Problem.from_graph(capture.graph, costs, 0, static_bytes=sum(static.values()))
+    return Problem.from_graph(graph, costs, 0, static_bytes=sum(static.values()))
 
 
 def budget_of(problem: Problem, capture: Capture, static: Mapping[str, int], settings: Settings) -> int:
@@ -185,7 +178,7 @@ def budget_of(problem: Problem, capture: Capture, static: Mapping[str, int], set
 
 
 def plan_from(
-    capture: Capture,
+    graph: TrainingGraph,
     costs: Costs,
     solution: Solution,
     *,
@@ -196,7 +189,7 @@ def plan_from(
 ) -> Plan:
     """A plan with what it was made with; ``notes`` are further sentences on what its figures rest on."""
     return Plan(
-        graph=capture.graph,
+        graph=graph,
         costs=costs,
         solution=solution,
         budget_bytes=None if settings.unlimited else budget_bytes,
@@ -206,17 +199,17 @@ def plan_from(
             "torch": torch.__version__,
             "checkpoint-scheduler": importlib.metadata.version("checkpoint-scheduler"),
         },
-        assumptions=(*_assumptions(capture), *costs.notes, *notes),
+        assumptions=(*_assumptions(graph), *costs.notes, *notes),
         constraints=settings.constraints,
     )
 
 
 def cost_model(capture: Capture, settings: Settings) -> Costs:
-    """Costs of each op, measured or estimated as the settings say."""
+    """Costs of each op in the order of the capture, measured or estimated as the settings say."""
     if isinstance(settings.costs, Costs):
         if len(settings.costs.time_ns) != len(capture.graph.ops):
             raise ValueError(f"costs of {len(settings.costs.time_ns)} ops for a step of {len(capture.graph.ops)} ops")
-        return settings.costs
+        return settings.costs.in_order(())
     if settings.costs == "profiled":
         with quiet_progress(f"timing the ops of {capture.graph.name} on {capture.device}") as show:
             costs = profiled(capture.nodes, capture.device, progress=show)
@@ -234,16 +227,16 @@ def _with_replay_workspace(capture: Capture, costs: Costs) -> Costs:
     return dataclasses.replace(costs, workspace_bytes=tuple(workspace))
 
 
-def solver_of(settings: Settings) -> Solver:
-    """The solver that the settings name."""
+def solver_of(settings: Settings, share: float = 1.0) -> Solver:
+    """The solver that the settings name; the portfolio has that share of the time limit."""
     if isinstance(settings.solver, str):
-        return AutoSolver(time_limit_s=settings.time_limit_s, gap=settings.gap)
+        return AutoSolver(time_limit_s=share * settings.time_limit_s, gap=settings.gap)
     return settings.solver
 
 
 def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> Infeasible:
     """The error that says how much a step needs at least, which op binds, and which constraints of the user's do."""
-    bound = offload_floor(problem) if problem.has_host_tier else floor_lower_bound(problem)
+    bound = floor_bound(problem)
     blamed = blame(problem, graph)
     detail = "" if solution.floor_bytes is not None else solution.message
     return Infeasible(
@@ -259,7 +252,7 @@ def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> In
     )
 
 
-def _assumptions(capture: Capture) -> tuple[str, ...]:
+def _assumptions(graph: TrainingGraph) -> tuple[str, ...]:
     """What a measurement must respect to find the predicted peak."""
-    kinds = {s.kind for s in capture.graph.storages if s.bytes}
+    kinds = {s.kind for s in graph.storages if s.bytes}
     return ("outputs of the model are held until the step ends",) if StorageKind.OUTPUT in kinds else ()

@@ -164,11 +164,14 @@ def _row(
         ours = replan(timed, budget)
     except Infeasible:
         return OpLevelRow(name, (budget - fixed) / whole, *strategy, None, None, None)
-    added = _added(counted, compute_order(ours.steps))
+    added = _added(counted, compute_order(ours.steps), ours.graph.order)
     return OpLevelRow(name, (budget - fixed) / whole, *strategy, added, ours.overhead, ours.gap)
 
 
-def _added(counted: Plan, order: tuple[int, ...]) -> float:
-    """Operations of an order of executions beyond the first of each op, as a share of the step's."""
-    flops = counted.costs.time_ns
+def _added(counted: Plan, order: tuple[int, ...], of_ops: tuple[int, ...] = ()) -> float:
+    """Operations of an order of executions beyond the first of each op, as a share of the step's.
+
+    ``of_ops``: the order of the ops by which the executions number them.
+    """
+    flops = counted.costs.in_order(of_ops).time_ns
     return sum(flops[op] for op in order) / sum(flops) - 1

@@ -15,9 +15,9 @@ from typing import Final
 
 from graphs.ir import Costs, TrainingGraph
 from graphs.joint import Capture
+from scheduler.ordering import OrderedStep, SolvedStep
 from scheduler.plan import Plan
 from scheduler.planner import Settings, budget_of, cost_model, make_plan, plan_from, problem_of
-from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution, Status
 from solvers.store_all import StoreAllSolver
@@ -45,7 +45,7 @@ class RememberedPlans:
         self._solve_seconds = 0.0
         self.warned: set[str] = set()
         if given is not None:
-            self._solved[structure_of(given.graph)] = [given]
+            self._solved[structure_of(given.graph.captured)] = [given]
 
     def plan(self, capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan:
         """The plan of a captured step: one made earlier where that serves, else a new one.
@@ -85,7 +85,10 @@ class RememberedPlans:
         """A plan of exactly this step, captured anew, with as much or more resident beside it."""
         added = sum(static.values())
         for plan in known:
-            if plan.graph.fingerprint != capture.graph.fingerprint or plan.budget_bytes != settings.budget_bytes:
+            if (
+                plan.graph.captured.fingerprint != capture.graph.fingerprint
+                or plan.budget_bytes != settings.budget_bytes
+            ):
                 continue
             peak = plan.peak_bytes + added - plan.static_bytes
             if added >= plan.static_bytes and (plan.budget_bytes is None or peak <= plan.budget_bytes):
@@ -117,42 +120,55 @@ def structure_of(graph: TrainingGraph) -> str:
 
 
 def _reuse(known: Sequence[Plan], capture: Capture, static: Mapping[str, int], settings: Settings) -> Plan | None:
-    """A plan with the fastest of the known schedules that fits, or with none of them; keeping all comes first."""
+    """A plan with the fastest of the known schedules that fits, or with none of them.
+
+    Keeping all comes first: in the order of the capture, then in those that the known schedules have.
+    """
     costs, borrowed = _costs(known, capture, settings)
-    problem = problem_of(capture, costs, static)
+    step = OrderedStep(capture.graph, costs)
+    problem = problem_of(*step, static)
     problem = problem.with_budget(budget_of(problem, capture, static, settings))
-    solution = StoreAllSolver().solve(problem)
-    if not solution.status.has_plan:
-        fitting = [s for s in (_transferred(plan.solution, problem) for plan in known) if s is not None]
+    orders: dict[tuple[int, ...], SolvedStep] = {(): SolvedStep(step, problem, StoreAllSolver().solve(problem))}
+    for order in (plan.graph.order for plan in known):
+        if order not in orders:
+            moved = step.in_order(order)
+            here = moved.problem_like(problem)
+            orders[order] = SolvedStep(moved, here, StoreAllSolver().solve(here))
+    found = next((kept for kept in orders.values() if kept.solution.status.has_plan), None)
+    if found is None:
+        fitting = [
+            s for s in (_transferred(plan.solution, orders[plan.graph.order]) for plan in known) if s is not None
+        ]
         if not fitting:
             return None
-        solution = min(fitting, key=lambda s: (s.step_time_ns, s.peak_bytes))
-    validate(problem, solution)
-    logger.info("%s: planned for another shape by %s", capture.graph.name, solution.solver)
+        found = min(fitting, key=lambda s: (s.solution.step_time_ns, s.solution.peak_bytes))
+    validate(found.problem, found.solution)
+    logger.info("%s: planned for another shape by %s", capture.graph.name, found.solution.solver)
     note = ("op times and workspaces are those of a larger step of the same structure",) if borrowed else ()
     budget = problem.budget_bytes
-    return plan_from(capture, costs, solution, budget_bytes=budget, static=static, settings=settings, notes=note)
+    return plan_from(*found.step, found.solution, budget_bytes=budget, static=static, settings=settings, notes=note)
 
 
 def _costs(known: Sequence[Plan], capture: Capture, settings: Settings) -> tuple[Costs, bool]:
     """Costs of the step, and whether they are borrowed from the least of the larger steps, rather than measured."""
     if settings.costs == "profiled":
-        sizes = [s.bytes for s in capture.graph.storages]
+        sizes = [s.bytes for s in capture.graph.storages]  # whose numbers no order changes
         larger = [
             plan for plan in known if all(s.bytes >= size for s, size in zip(plan.graph.storages, sizes, strict=True))
         ]
         if larger:
-            return min(larger, key=lambda plan: plan.keep_all_peak_bytes).costs, True
+            return min(larger, key=lambda plan: plan.plain_peak_bytes).costs.in_order(()), True
     return cost_model(capture, settings), False
 
 
-def _transferred(solution: Solution, problem: Problem) -> Solution | None:
+def _transferred(solution: Solution, kept: SolvedStep) -> SolvedStep | None:
     """The schedule of another step of the same structure, with the figures that it has here; ``None``: too large."""
+    problem = kept.problem
     replayed = simulate(problem, solution.steps)
     if replayed.peak_bytes > problem.budget_bytes:
         return None
     solver = solution.solver if solution.solver.endswith("(reused)") else f"{solution.solver} (reused)"
-    return Solution(
+    here = Solution(
         status=Status.FEASIBLE,
         steps=solution.steps,
         step_time_ns=replayed.step_time_ns,
@@ -161,3 +177,4 @@ def _transferred(solution: Solution, problem: Problem) -> Solution | None:
         solver=solver,
         message="the schedule was found for another shape of the step",
     )
+    return kept._replace(solution=here)

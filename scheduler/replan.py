@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from scheduler.errors import Infeasible
+from scheduler.ordering import SolvedStep, Solver, in_lower_order, keep_all_peak, solve_in_orders
 from scheduler.plan import Plan
-from scheduler.planner import Solver, infeasible
+from scheduler.planner import infeasible
 from scheduler.units import format_bytes
 from solvers.auto import AutoSolver
 from solvers.bounds import Floor, find_floor
@@ -20,7 +20,7 @@ from solvers.offload_floor import find_offload_floor
 from solvers.problem import Problem
 from solvers.simulate import simulate
 from solvers.solution import Solution
-from solvers.store_all import store_all_steps
+from solvers.store_all import StoreAllSolver, store_all_steps
 from solvers.strategies import BY_HAND
 from solvers.validate import validate
 
@@ -106,7 +106,7 @@ class Sweep:
 def replan(
     plan: Plan, budget_bytes: int, *, solver: Solver | None = None, time_limit_s: float = 60.0, gap: float = 0.005
 ) -> Plan:
-    """Solve the step of a plan again under another budget.
+    """Solve the step of a plan again under another budget, in whatever order is faster, as planning does.
 
     Args:
         plan: any plan of the step.
@@ -119,12 +119,38 @@ def replan(
         Infeasible: no plan was found within the budget.
 
     """
-    problem = plan.problem.with_budget(budget_bytes)
-    solution = (solver or AutoSolver(time_limit_s=time_limit_s, gap=gap)).solve(problem)
-    if not solution.status.has_plan:
-        raise infeasible(problem, solution, plan.graph)
-    validate(problem, solution)
-    return dataclasses.replace(plan, solution=solution, budget_bytes=budget_bytes)
+
+    def solver_for(share: float) -> Solver:
+        return solver or AutoSolver(time_limit_s=share * time_limit_s, gap=gap)
+
+    problem = plan.captured_problem.with_budget(budget_bytes)
+    return _with_solution(plan, solve_in_orders(plan.step.captured, problem, solver_for))
+
+
+def _with_solution(plan: Plan, found: SolvedStep) -> Plan:
+    """A plan with another solution of its step, once that is validated.
+
+    Raises:
+        Infeasible: the solution has no steps.
+
+    """
+    graph, costs = found.step
+    if not found.solution.status.has_plan:
+        raise infeasible(found.problem, found.solution, graph)
+    validate(found.problem, found.solution)
+    budget = found.problem.budget_bytes
+    return dataclasses.replace(plan, graph=graph, costs=costs, solution=found.solution, budget_bytes=budget)
+
+
+def in_lower_order_of(plan: Plan) -> Plan:
+    """The keep-all plan of a plan's step in an order of lower peak; the plan itself where there is none."""
+    lower = None if plan.graph.order else in_lower_order(plan.step, plan.problem)
+    if lower is None:
+        return plan
+    problem = lower.problem_like(plan.problem)
+    problem = problem.with_budget(keep_all_peak(problem))
+    kept = _with_solution(plan, SolvedStep(lower, problem, StoreAllSolver().solve(problem)))
+    return dataclasses.replace(kept, budget_bytes=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +159,7 @@ class MinimumBudget:
 
     Attributes:
         plan: a plan for the least budget found; run it with ``schedule(model, plan=...)``.
-        lower_bound_bytes: proven: no schedule fits in less.
+        lower_bound_bytes: proven: no schedule in an order that was considered fits in less.
         binding_op: the op at which the lower bound arises.
         binding_module: path of its module.
 
@@ -160,22 +186,27 @@ class MinimumBudget:
 
 
 def least_budget(plan: Plan, *, time_limit_s: float = 60.0) -> MinimumBudget:
-    """Find the least budget of a plan's step.
+    """Find the least budget of a plan's step, in the order of its capture and in one of lower keep-all peak.
 
     Args:
         plan: any plan of the step.
         time_limit_s: bound on the search, in seconds.
 
     """
-    problem = plan.problem
+    captured, problem = plan.step.captured, plan.captured_problem
+    lower = in_lower_order(captured, problem)
+    orders = [(captured, problem)] if lower is None else [(captured, problem), (lower, lower.problem_like(problem))]
     search = find_offload_floor if problem.has_host_tier else find_floor
-    floor = search(problem, time_limit_s=time_limit_s)
-    validate(problem.with_budget(floor.bytes), floor.plan)
+    floors = [search(ordered, time_limit_s=time_limit_s / len(orders)) for _, ordered in orders]
+    best = min(range(len(orders)), key=lambda i: floors[i].bytes)
+    (step, problem), floor = orders[best], floors[best]
+    bound = min((floor.lower_bound for floor in floors), key=lambda bound: bound.bytes)
+    named = orders[[floor.lower_bound for floor in floors].index(bound)][1]
     return MinimumBudget(
-        plan=dataclasses.replace(plan, solution=floor.plan, budget_bytes=floor.bytes),
-        lower_bound_bytes=floor.lower_bound.bytes,
-        binding_op=problem.op_names[floor.lower_bound.op],
-        binding_module=problem.op_modules[floor.lower_bound.op],
+        plan=_with_solution(plan, SolvedStep(step, problem.with_budget(floor.bytes), floor.plan)),
+        lower_bound_bytes=bound.bytes,
+        binding_op=named.op_names[bound.op],
+        binding_module=named.op_modules[bound.op],
     )
 
 
@@ -213,7 +244,8 @@ def sweep(
     Budgets are solved from the largest to the least. A plan whose peak is within a smaller budget serves that one too,
     and in the end each budget takes the fastest plan of those that are no larger and the greatest lower bound of those
     that are no smaller: both hold there. Budgets for which no plan is found are left out. The peaks of the strategies
-    applied by hand (:data:`BY_HAND`) are solved as budgets too.
+    applied by hand (:data:`BY_HAND`) are solved as budgets too. All is solved in one order of the ops: the plan's, or
+    where that is the one of the capture and another has a lower keep-all peak, that.
 
     Args:
         plan: any plan of the step.
@@ -225,6 +257,7 @@ def sweep(
         on_point: called after each budget, those of the baselines included.
 
     """
+    plan = in_lower_order_of(plan)
     problem = plan.problem
     if budgets is None:
         floor = floor or find_floor(problem)
@@ -259,10 +292,11 @@ def _solved(
     """A solution for one budget of a sweep: the next larger one's where it fits, else a new one, else the floor's."""
     if larger is not None and larger.peak_bytes <= budget:
         return dataclasses.replace(larger, solve_seconds=0.0)
-    try:
-        return replan(plan, budget, time_limit_s=time_limit_s, gap=gap).solution
-    except Infeasible:
-        return floor.plan if floor is not None and floor.bytes <= budget else None
+    solution = AutoSolver(time_limit_s=time_limit_s, gap=gap).solve(plan.problem.with_budget(budget))
+    if solution.status.has_plan:
+        validate(plan.problem.with_budget(budget), solution)
+        return solution
+    return floor.plan if floor is not None and floor.bytes <= budget else None
 
 
 def knee_of(points: Sequence[SweepPoint]) -> int | None:

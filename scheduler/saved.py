@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from graphs.constraints import Constraints
 from graphs.ir import Costs, TrainingGraph
 from graphs.links import Link
+from graphs.order import check_order
 from scheduler.errors import PlanFormatError
 from scheduler.export.files import write_whole
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status, Step
@@ -79,13 +80,17 @@ def from_dict(cls: type[PlanT], data: Mapping[str, Any]) -> PlanT:
 
 def _from_fields(cls: type[PlanT], data: Mapping[str, Any]) -> PlanT:
     solution, costs = data["solution"], data["costs"]
+    graph = TrainingGraph.from_dict(data["graph"])
+    if graph.order:
+        check_order(graph.captured, graph.order)
     plan = cls(
-        graph=TrainingGraph.from_dict(data["graph"]),
+        graph=graph,
         costs=Costs(
             time_ns=tuple(costs["time_ns"]),
             workspace_bytes=tuple(costs["workspace_bytes"]),
             device=costs["device"],
             source=costs["source"],
+            order=graph.order,
         ),
         solution=Solution(
             **solution

@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Compare two saved plans: figures side by side, and the tensors with which they do different things."""
     a, b = options.load_plan(first), options.load_plan(second)
-    same = a.graph.fingerprint == b.graph.fingerprint
+    same = a.graph.captured.fingerprint == b.graph.captured.fingerprint
     changes = differing(a, b) if same else {}
     if as_json:
         print_json(

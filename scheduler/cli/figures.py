@@ -20,6 +20,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "peak_by_category": peak_by_category(plan),
         "measured_peak_bytes": plan.measured_peak_bytes,
         "keep_all_peak_bytes": plan.keep_all_peak_bytes,
+        "plain_peak_bytes": plan.plain_peak_bytes,
         "static": dict(plan.static),
         "step_time_ns": plan.step_time_ns,
         "keep_all_time_ns": plan.keep_all_time_ns,

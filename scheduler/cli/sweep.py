@@ -15,7 +15,7 @@ from scheduler.cli.console import note, output, print_json, table, working
 from scheduler.cli.plan import plan_step
 from scheduler.cli.source import StepSource
 from scheduler.progress import progress
-from scheduler.replan import DEFAULT_POINTS, Sweep, spread_budgets
+from scheduler.replan import DEFAULT_POINTS, Sweep, in_lower_order_of, spread_budgets
 from scheduler.replan import sweep as sweep_plan
 from scheduler.units import format_bytes, format_time
 from solvers.bounds import find_floor
@@ -63,6 +63,7 @@ def run(
         )
         plan = plan_step(source, None, device=options.device_name(device), wanted=wanted)
     with working("looking for the least budget"):
+        plan = in_lower_order_of(plan)
         floor = find_floor(plan.problem)
         chosen = spread_budgets(plan.problem, budgets, floor=floor)
     with progress("solving", len(chosen) + len(BY_HAND)) as advance:

@@ -117,7 +117,7 @@ def _checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _granularities(plan: Plan) -> list[list[tuple[str, Segment]]]:
     """Modules by kind, each with its forward ops, in the order in which they are to be tried."""
-    problem = plan.problem
+    problem = plan.captured_problem
     whole = {path: ops for path, ops in blocks(problem).items() if path in problem.op_modules or _is_path(plan, path)}
     children: dict[str, list[int]] = collections.defaultdict(list)
     for path, ops in whole.items():
@@ -145,7 +145,7 @@ def _ordered(kind: dict[str, Segment], rebuilt: collections.Counter[str]) -> lis
 
 
 def _simulated(plan: Plan, chosen: Sequence[tuple[str, Segment]]) -> ModulePlan:
-    problem = plan.problem
+    problem = plan.captured_problem  # eager execution keeps the order of plain training
     figures = simulate(problem, with_frees(problem, checkpointed_order(problem, (ops for _, ops in chosen))))
     return ModulePlan(
         modules=tuple(path for path, _ in sorted(chosen, key=lambda item: item[1])),

@@ -77,7 +77,7 @@ def saved_occurrences(plan: Plan, module: str = "") -> Mapping[str, tuple[bool, 
         )
     kept = {d.storage for d in plan.decisions if d.action is Action.KEPT}
     saved: dict[str, list[bool]] = collections.defaultdict(list)
-    for op in plan.graph.ops:
+    for op in plan.graph.captured.ops:  # eager execution keeps the order of plain training
         if op.phase is not Phase.FORWARD or not under(op.module_path, module):
             continue
         sizes = {s: plan.graph.storages[s].bytes for s in op.outputs}

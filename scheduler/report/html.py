@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from scheduler.decisions import Action, Decision
 from scheduler.export.files import write_whole
 from scheduler.report.plots import COLOURS
-from scheduler.report.text import kept_by_plain_training, peak_by_category, peak_sample
+from scheduler.report.text import keep_all_peak_words, kept_by_plain_training, peak_by_category, peak_sample
 from scheduler.report.timeline import Category
 from scheduler.units import format_bytes, format_time
 from solvers.solution import Compute, Free, Prefetch
@@ -82,7 +82,7 @@ def _headline(plan: Plan) -> list[list[str]]:
     else:
         rows.append(["measured peak", "not run yet"])
     rows += [
-        ["keep-all peak", format_bytes(plan.keep_all_peak_bytes)],
+        ["keep-all peak", keep_all_peak_words(plan)],
         ["step time", format_time(plan.step_time_ns)],
         ["added by the plan", f"{format_time(plan.added_time_ns)} ({plan.overhead:.2%})"],
         ["proven gap", f"{plan.gap:.2%}"],

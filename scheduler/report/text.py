@@ -106,6 +106,14 @@ def peak_sample(plan: Plan) -> Sample | None:
     return max(plan.samples, key=lambda sample: sample.total_bytes, default=None)
 
 
+def keep_all_peak_words(plan: Plan) -> str:
+    """The keep-all peak, and where the plan runs the ops in another order than plain training, that of both."""
+    peak, order = format_bytes(plan.keep_all_peak_bytes), plan.graph.order
+    if not order:
+        return peak
+    return f"{peak} with ops in another order, {format_bytes(plan.plain_peak_bytes)} in that of plain training"
+
+
 def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
     """The table's rows, in the order in which their blocks first run. Blocks without any figure are left out."""
     figures: dict[str, _Figures] = {block_of(op.module_path): _Figures() for op in plan.graph.ops}
@@ -179,7 +187,7 @@ def _headline(plan: Plan) -> Table:
         grid.add_row(
             "measured peak", f"{format_bytes(plan.measured_peak_bytes)} ({difference:+.2%} against the predicted one)"
         )
-    grid.add_row("keep-all peak", format_bytes(plan.keep_all_peak_bytes))
+    grid.add_row("keep-all peak", keep_all_peak_words(plan))
     grid.add_row(
         "step time",
         f"{format_time(plan.step_time_ns)} = keep-all {format_time(plan.keep_all_time_ns)} + "
