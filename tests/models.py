@@ -311,6 +311,53 @@ def make_unet(
     return Case(model, make_batch, loss_of)
 
 
+# --- Heads ----------------------------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Computes a wide projection per head, of all heads first, and only then reduces each to something small.
+
+    The projections are not needed by the backward, and the gradients of all of them are made before the first is used:
+    in this order all of them live at once, twice. Random ops, buffers and in-place ops lie in between.
+    """
+
+    def __init__(self, width: int, wide: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout))
+        self.projections = nn.ModuleList(nn.Linear(width, wide) for _ in range(heads))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(wide) for _ in range(heads))
+        self.outputs = nn.ModuleList(nn.Linear(wide, 4) for _ in range(heads))
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mean", torch.zeros(wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        wide = [projection(h) for projection in self.projections]
+        pooled = [w.mean(dim=1) for w in wide]
+        with torch.no_grad():
+            spread = torch.stack([w.amax() - w.amin() for w in wide]).sum()
+            self.mean.mul_(0.9).add_(pooled[0].mean(dim=0))
+        small = [self.dropout(norm(p).mul_(2).relu_()) for norm, p in zip(self.norms, pooled, strict=True)]
+        scores = [output(s) for output, s in zip(self.outputs, small, strict=True)]
+        return torch.cat(scores, dim=1) * spread.clamp(max=2) + self.mean.sum()
+
+
+def make_heads(
+    *, batch: int = 8, time: int = 32, width: int = 32, wide: int = 256, heads: int = 4, dropout: float = 0.2
+) -> Case:
+    """Heads in a bad order; the loss is taken outside of the model."""
+    torch.manual_seed(0)
+    model = Heads(width, wide, heads, dropout)
+
+    def make_batch(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (torch.randn(batch, time, width, generator=_generator(seed)),), {}
+
+    def loss_of(scores: Tensor) -> Tensor:
+        return scores.square().mean()
+
+    return Case(model, make_batch, loss_of)
+
+
 # The four of the acceptance, by the names under which tests and benchmarks report them.
 MODELS: dict[str, Callable[..., Case]] = {
     "mlp": make_mlp,

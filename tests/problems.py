@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from graphs.ir import Costs, Op, Phase, Storage, StorageKind, TrainingGraph
 from solvers.problem import Problem
 from solvers.solution import Compute, Free, Step
 
@@ -114,6 +115,31 @@ def _random_dag(rng: random.Random, ops: int | None, max_ops: int, *, plain: boo
         budget_bytes=0,
         static_bytes=0 if plain else rng.choice((0, 0, 7)),
     )
+
+
+def graph_of(problem: Problem) -> TrainingGraph:
+    """A training graph that has a problem; ops that must not run twice count as ops with an effect."""
+    storages = tuple(
+        Storage(s, f"s{s}", size, StorageKind.GRADIENT if s in problem.live_at_end else StorageKind.ACTIVATION, producer)
+        for s, (size, producer) in enumerate(zip(problem.storage_bytes, problem.producer, strict=True))
+    )
+    ops = tuple(
+        Op(
+            *(op, f"op{op}", "aten.any.default"),
+            Phase.FORWARD if op < problem.forward_ops else Phase.BACKWARD,
+            problem.inputs[op],
+            problem.outputs[op],
+            recomputable=problem.recomputable[op],
+            reason="" if problem.recomputable[op] else "runs once",
+        )
+        for op in range(len(problem.time_ns))
+    )
+    return TrainingGraph(ops, storages, problem.forward_ops)
+
+
+def costs_of(problem: Problem) -> Costs:
+    """The costs of a problem's ops."""
+    return Costs(problem.time_ns, problem.workspace_bytes, "cpu", "roofline")
 
 
 def training_chain(

@@ -15,6 +15,7 @@ from scheduler import Plan, PlanFormatError, PlanMismatch, plan, schedule
 from scheduler.saved import SCHEMA_VERSION
 from solvers.solution import Offload
 from tests.json_schema import violations
+from tests.models import make_heads
 from tests.scheduler.toy import MB, make_plan, make_plan_with_copies
 
 SCHEMA = json.loads(importlib.resources.files("scheduler").joinpath("plan.schema.json").read_text(encoding="utf-8"))
@@ -40,6 +41,14 @@ def tight(model, x, share=0.8, **options):
     return plan(model, f"{keep_all.static_bytes + int(share * span)}B", (x,), time_limit_s=1.0, **options)
 
 
+def tight_heads():
+    case = make_heads()
+    (x,), _ = case.make_batch(0)
+    made = tight(case.model, x)
+    assert made.graph.order
+    return made
+
+
 def measured():
     made = make_plan({1, 2}, budget=215 * MB)
     made.record_measured_peak(made.peak_bytes + 1)
@@ -51,6 +60,7 @@ SAVED = {
     "without a budget": make_plan,
     "captured": lambda: tight(Net(), batch(), never_recompute=["aten.native_batch_norm"]),
     "with copies": make_plan_with_copies,
+    "in another order": tight_heads,
 }
 
 
