@@ -252,6 +252,7 @@ class TrainingGraph:
             "name": self.name,
             "forward_ops": self.forward_ops,
             "storages": [[s.name, s.bytes, s.kind.value, s.producer, s.module_path] for s in self.storages],
+            "order": list(self.order),
             "pinned": [[s.index, s.pinned] for s in self.storages if s.pinned],
             "ops": [
                 [
@@ -267,7 +268,7 @@ class TrainingGraph:
                 ]
                 for o in self.ops
             ],
-        } | ({"order": list(self.order)} if self.order else {})
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainingGraph:
@@ -312,7 +313,7 @@ class TrainingGraph:
                     source,
                 ) in enumerate(data["ops"])
             )
-            order = tuple(data.get("order", ()))  # absent in graphs that are in the captured order
+            order = tuple(data.get("order", ()))  # absent in graphs of versions without
             return cls(ops, storages, data["forward_ops"], data.get("name", ""), order)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, GraphFormatError):

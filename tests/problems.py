@@ -120,7 +120,9 @@ def _random_dag(rng: random.Random, ops: int | None, max_ops: int, *, plain: boo
 def graph_of(problem: Problem) -> TrainingGraph:
     """A training graph that has a problem; ops that must not run twice count as ops with an effect."""
     storages = tuple(
-        Storage(s, f"s{s}", size, StorageKind.GRADIENT if s in problem.live_at_end else StorageKind.ACTIVATION, producer)
+        Storage(
+            s, f"s{s}", size, StorageKind.GRADIENT if s in problem.live_at_end else StorageKind.ACTIVATION, producer
+        )
         for s, (size, producer) in enumerate(zip(problem.storage_bytes, problem.producer, strict=True))
     )
     ops = tuple(

@@ -297,7 +297,9 @@ def test_pieces_keep_the_plain_order():
             return y.square().mean()
 
     (x,), _ = make_heads().make_batch(0)
-    model = schedule(Broken(), exactly(peaks()[1] - 1), allow_graph_breaks=True, costs="roofline", time_limit_s=TIME_LIMIT_S)
+    model = schedule(
+        Broken(), exactly(peaks()[1] - 1), allow_graph_breaks=True, costs="roofline", time_limit_s=TIME_LIMIT_S
+    )
     twin = Broken()
     for module in (model, twin):
         torch.manual_seed(0)
