@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.llama8b_offline import make_llama
-from scheduler import plan
+from scheduler import Plan, plan
 from solvers import Problem
 from tests.models import make_resnet50, make_unet
 
@@ -225,9 +225,14 @@ TRANSFORMERS = ("GPT-2", "Llama-3-8B", "Llama, 96 layers", "ViT-L", "T5", "Mixtr
 
 def captured(make: Callable[[], Step], *, device: str = "h100-sxm") -> Problem:
     """The problem of a model's training step, without a limit on memory."""
+    return captured_plan(make, device=device).problem
+
+
+def captured_plan(make: Callable[[], Step], *, device: str = "h100-sxm") -> Plan:
+    """The keep-all plan of a model's training step."""
     with torch.device("meta"):
         model, args, kwargs = make()
-    return plan(model.train(), None, args, kwargs, device=device).problem
+    return plan(model.train(), None, args, kwargs, device=device)
 
 
 def random_layered(ops: int, seed: int = 0) -> Problem:

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from graphs.order import Precedence, check_order, precedence
+from graphs.order import check_order, precedence
 from solvers.auto import AutoSolver
 from solvers.brute_force import BruteForceSolver
 from solvers.order import least_order_bound, least_peak_order, live_bytes
@@ -18,42 +18,8 @@ from solvers.simulate import simulate
 from solvers.solution import Compute
 from solvers.store_all import store_all_steps
 from solvers.validate import validate
-from tests.problems import costs_of, graph_of, keep_all_peak, least_demand, problems, random_problem
-
-
-def reordered(problem: Problem, order: tuple[int, ...]) -> Problem:
-    """The problem with its ops in another order, storages as they were."""
-    graph, costs = graph_of(problem).in_order(order), costs_of(problem).in_order(order)
-    return Problem.from_graph(graph, costs, problem.budget_bytes, static_bytes=problem.static_bytes)
-
-
-def least_peak_of_all_orders(problem: Problem, known: Precedence) -> int:
-    """Least keep-all peak over all orders: dynamic programming over the sets of ops that have run."""
-    assert all(len(unit) == 1 for unit in known.units)
-    needed = [sum(1 << u for u in earlier) for earlier in known.before]
-    readers = [sum(1 << op for op in ops) for ops in problem.readers]
-
-    def live(done: int) -> int:
-        return sum(
-            size
-            for s, size in enumerate(problem.storage_bytes)
-            if done >> problem.producer[s] & 1 and (s in problem.live_at_end or readers[s] & ~done)
-        )
-
-    peaks = {0: 0}
-    for _ in known.units:
-        following: dict[int, int] = {}
-        for done, peak in peaks.items():
-            before = live(done)
-            for op, earlier in enumerate(needed):
-                if done >> op & 1 or earlier & ~done:
-                    continue
-                running = before + sum(problem.storage_bytes[s] for s in problem.outputs[op])
-                reached = max(peak, running + problem.workspace_bytes[op])
-                following[done | 1 << op] = min(reached, following.get(done | 1 << op, reached))
-        peaks = following
-    (least,) = peaks.values()
-    return problem.static_bytes + least
+from tests.orders import least_peak_of_all_orders, reordered
+from tests.problems import graph_of, keep_all_peak, least_demand, problems, random_problem
 
 
 @settings(max_examples=60, deadline=None)
