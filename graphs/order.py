@@ -16,6 +16,7 @@ from its inputs is one that a plan must not run twice, one that draws from a gen
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,15 @@ class Precedence:
 
     units: tuple[tuple[int, ...], ...]
     before: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def after(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit the units that must come after it, ascending."""
+        after: list[list[int]] = [[] for _ in self.units]
+        for unit, earlier in enumerate(self.before):
+            for other in earlier:
+                after[other].append(unit)
+        return tuple(map(tuple, after))
 
 
 def precedence(graph: TrainingGraph) -> Precedence:

@@ -54,6 +54,8 @@ def schedule(
 
     The module plans its step on the first call that wants gradients, with the batch of that call (or here, if samples
     are given), and again for each new input shape, mode or dtype. Calls under ``torch.no_grad()`` run the plain module.
+    Where the plain step does not fit and another order of its ops takes less memory, the plan may run them in that one;
+    values, random numbers and writes are the same.
 
     Args:
         model: any module that ``torch.compile`` captures as one graph.

@@ -75,9 +75,10 @@ def in_lower_order(step: OrderedStep, problem: Problem) -> OrderedStep | None:
     """
     plain = keep_all_peak(problem)
     wanted = plain - LEAST_SHARE * plain
-    if least_order_bound(problem) > wanted:
+    known = precedence(step.graph)
+    if least_order_bound(problem, known) > wanted:
         return None
-    order = least_peak_order(problem, precedence(step.graph))
+    order = least_peak_order(problem, known)
     peak = max(live_bytes(problem, order))
     if peak > wanted:
         return None

@@ -262,7 +262,8 @@ def sweep(
     if budgets is None:
         floor = floor or find_floor(problem)
         budgets = spread_budgets(problem, count, floor=floor)
-    by_hand = {name: strategy.solve(problem.with_budget(2**62)) for name, strategy in BY_HAND.items()}
+    plain = plan.captured_problem.with_budget(2**62)  # who checkpoints by hand does so in the plain order
+    by_hand = {name: strategy.solve(plain) for name, strategy in BY_HAND.items()}
     chosen = sorted({*budgets, *(solution.peak_bytes for solution in by_hand.values())}, reverse=True)
     found: list[tuple[int, Solution]] = []
     bound = problem.keep_all_time_ns

@@ -40,26 +40,49 @@ _MANY: Final = 3000
 Order = tuple[int, ...]
 
 
-def least_order_bound(problem: Problem) -> int:
+def least_order_bound(problem: Problem, precedence: Precedence) -> int:
     """No order of the ops has a lower keep-all peak, static bytes included.
 
-    What each op touches is live while it runs, with its workspace; at the boundary between the phases is live what the
-    one makes and the other reads, or the end; and so at the end.
+    While an op runs, what it touches is live, its workspace, and what must have been made by then and is read later, or
+    at the end, in whatever order. That is looked at where the given order has its peak; at the boundary of the phases,
+    which all orders share; and of each op for what it touches alone.
     """
-    sizes, boundary = problem.storage_bytes, problem.forward_ops
-    alone = max(
-        (
-            sum(sizes[s] for s in {*problem.inputs[op], *problem.outputs[op]}) + problem.workspace_bytes[op]
-            for op in range(len(problem.time_ns))
-        ),
-        default=0,
+    sizes = problem.storage_bytes
+    alone = [
+        sum(sizes[s] for s in {*problem.inputs[op], *problem.outputs[op]}) + problem.workspace_bytes[op]
+        for op in range(len(problem.time_ns))
+    ]
+    live = live_bytes(problem, range(len(alone)))
+    candidates = {live.index(max(live)), min(problem.forward_ops, len(alone) - 1)} if live else ()
+    return problem.static_bytes + max(
+        max(alone, default=0),
+        sum(sizes[s] for s in problem.live_at_end),
+        *(_must_be_live(problem, precedence, op) for op in candidates),
     )
-    crossing = sum(
-        sizes[s]
-        for s, made in enumerate(problem.producer)
-        if made < boundary and (s in problem.live_at_end or problem.readers[s][-1:] >= (boundary,))
+
+
+def _must_be_live(problem: Problem, precedence: Precedence, op: int) -> int:
+    """Bytes live while an op runs in every order, without static ones."""
+    unit = next(u for u, ops in enumerate(precedence.units) if op in ops)
+    earlier = {o for u in _reached(unit, precedence.before) for o in precedence.units[u] if u != unit or o <= op}
+    later = {o for u in _reached(unit, precedence.after) for o in precedence.units[u] if u != unit or o >= op}
+    return problem.workspace_bytes[op] + sum(
+        size
+        for s, size in enumerate(problem.storage_bytes)
+        if problem.producer[s] in earlier
+        and (problem.producer[s] == op or s in problem.live_at_end or not later.isdisjoint(problem.readers[s]))
     )
-    return problem.static_bytes + max(alone, crossing, sum(sizes[s] for s in problem.live_at_end))
+
+
+def _reached(unit: int, edges: Sequence[Sequence[int]]) -> set[int]:
+    """A unit and all that lie behind it."""
+    reached, pending = {unit}, [unit]
+    while pending:
+        for other in edges[pending.pop()]:
+            if other not in reached:
+                reached.add(other)
+                pending.append(other)
+    return reached
 
 
 def live_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -110,11 +133,7 @@ class _Lists:
     def __init__(self, problem: Problem, precedence: Precedence) -> None:
         self.problem = problem
         self.units = precedence.units
-        self.before = precedence.before
-        self.after: list[list[int]] = [[] for _ in self.units]
-        for unit, earlier in enumerate(self.before):
-            for other in earlier:
-                self.after[other].append(unit)
+        self.before, self.after = precedence.before, precedence.after
         self.touched = [
             tuple({s: None for op in ops for s in (*problem.inputs[op], *problem.outputs[op])}) for ops in self.units
         ]

@@ -49,15 +49,11 @@ def random_order(graph: TrainingGraph, seed: int) -> tuple[int, ...]:
     """A random legal order of a captured graph."""
     rng, known = random.Random(seed), precedence(graph)
     waiting = [len(earlier) for earlier in known.before]
-    after: list[list[int]] = [[] for _ in known.units]
-    for unit, earlier in enumerate(known.before):
-        for other in earlier:
-            after[other].append(unit)
     ready, order = [u for u, count in enumerate(waiting) if not count], list[int]()
     while ready:
         unit = ready.pop(rng.randrange(len(ready)))
         order += known.units[unit]
-        for other in after[unit]:
+        for other in known.after[unit]:
             waiting[other] -= 1
             if not waiting[other]:
                 ready.append(other)
