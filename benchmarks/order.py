@@ -8,6 +8,7 @@ pass takes a second or more, or where a measured peak is above its budget or off
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -55,6 +56,7 @@ def of_heads() -> tuple[OrderedStep, Problem]:
 def pass_row(table: Table, name: str, step: OrderedStep, problem: Problem) -> list[str]:
     """Look for an order, whether or not planning would; what failed."""
     plain = keep_all_peak(problem)
+    gc.collect()  # what capturing left behind
     start = time.process_time()
     used = in_lower_order(step, problem)
     seconds = time.process_time() - start

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphs.errors import GraphFormatError
+from graphs.links import parse_link
 from graphs.order import capture_in_order, check_order
 from scheduler import Plan, PlanMismatch, measure_peak, minimum_budget, plan, plan_of, schedule
 from scheduler.cli.compare import differing
@@ -22,6 +23,7 @@ from scheduler.ordering import LEAST_SHARE
 from scheduler.replan import in_lower_order_of, least_budget, replan, sweep
 from scheduler.report.html import render_html
 from solvers.simulate import simulate
+from solvers.solution import Offload
 from solvers.store_all import store_all_steps
 from tests.capturing import capture_of
 from tests.models import Case, make_heads, make_mlp
@@ -162,13 +164,18 @@ def in_order(keep_all: Plan, order: tuple[int, ...]) -> Plan:
     return dataclasses.replace(keep_all, graph=step.graph, costs=step.costs, solution=solution)
 
 
-@pytest.mark.parametrize(("make", "seed"), [(make_heads, 0), *((make_effects, seed) for seed in range(4))])
+@pytest.mark.parametrize(("make", "seed"), [(make_heads, 0), *((make_effects, seed) for seed in range(3))])
 def test_every_legal_order_gives_the_numbers_of_plain_training(make, seed):
     case = make()
     keep_all = plan(case.model, None, *case.make_batch(0))
     order = random_order(keep_all.graph, seed)
     assert sum(a != b for a, b in enumerate(order)) > len(order) / 4
     given = in_order(keep_all, order)
+    assert max(peaks_of_training(make, given)) <= given.peak_bytes * 1.01
+
+
+def peaks_of_training(make, given: Plan) -> list[int]:
+    """Train under a given plan, and plainly with the same numbers; measured peaks of the steps under the plan."""
     measured = []
 
     def wrap(model, args, kwargs):
@@ -177,11 +184,22 @@ def test_every_legal_order_gives_the_numbers_of_plain_training(make, seed):
     def run_step(step, resident):
         measured.append(measure_peak(step, resident=resident).peak_bytes)
 
-    options = TrainingOptions(input_gradients=False)
+    options = TrainingOptions()
     assert differences(train(make, None, options), train(make, wrap, options, run_step=run_step)) == []
-    assert max(measured) <= given.peak_bytes * 1.01
+    return measured
 
 
+def test_copies_to_the_host_in_another_order():
+    low, static = peaks()[0], planned().static_bytes
+    with_link = dataclasses.replace(planned(), link=parse_link("200GB/s"), host_bytes=10**9)
+    made = replan(with_link, static + round(0.85 * (low - static)), time_limit_s=TIME_LIMIT_S)
+    assert made.graph.order
+    assert any(isinstance(step, Offload) for step in made.steps)
+    for measured in peaks_of_training(make_heads, made):
+        assert_peak(measured, made)
+
+
+@pytest.mark.slow
 def test_accumulation_and_a_budget_between_the_peaks():
     seen = run_under(make_heads, between(), options=TrainingOptions(accumulate=2))
     assert seen.differences == []
@@ -249,7 +267,7 @@ def test_buckets_take_the_order_over():
     plain = make_heads().model
     model = schedule(case.model, between(0.3), dynamic="bucket", costs="roofline", time_limit_s=TIME_LIMIT_S)
     orders = []
-    for length in (32, 28, 8):
+    for length in (32, 16):
         results = []
         for module in (model, plain):
             module.zero_grad()
@@ -262,9 +280,9 @@ def test_buckets_take_the_order_over():
         orders.append(plan_of(model).graph.order)
         assert plan_of(model).is_noop
     assert orders[0] == orders[1] != ()
-    assert orders[2] == ()  # the least of them fits as it is
 
 
+@pytest.mark.slow
 def test_pieces_keep_the_plain_order():
     class Broken(nn.Module):
         def __init__(self):
