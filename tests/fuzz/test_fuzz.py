@@ -7,10 +7,12 @@ import re
 import pytest
 import torch
 
-from scheduler import PeakMemory, measure_peak, schedule
+from scheduler import PeakMemory, measure_peak, planner, schedule
+from scheduler.ordering import SolvedStep
 from tests.fuzz import checking
 from tests.fuzz.checking import FAILURES, check, shrink
 from tests.fuzz.programs import make_program
+from tests.orders import random_order
 
 # What does not hold yet, by seed, with the reason; strict, so that a repair is noticed.
 NOT_YET: dict[int, str] = {}
@@ -46,6 +48,24 @@ def test_program(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", list(seeds(15, 165)))
 def test_more_programs(seed):
+    assert_agrees(seed)
+
+
+def in_random_order(step, problem, solver):
+    """In place of :func:`scheduler.ordering.solve_in_orders`: any order that keeps what an order has to keep."""
+    moved = step.in_order(random_order(step.graph, len(step.graph.ops)))
+    here = moved.problem_like(problem)
+    return SolvedStep(moved, here, solver(1.0).solve(here))
+
+
+def programs_by_order():
+    yield from range(5)
+    yield from (pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 120))
+
+
+@pytest.mark.parametrize("seed", list(programs_by_order()))
+def test_program_in_a_random_order_of_its_ops(seed, monkeypatch):
+    monkeypatch.setattr(planner, "solve_in_orders", in_random_order)
     assert_agrees(seed)
 
 
