@@ -41,6 +41,12 @@ _WEIGHT_OF_NORM: Final = {
 #: Ops of which two results may be one in fakes, though the real ones are two with equal values: their positions.
 _ONE_IN_FAKES: Final = {"aten.mkldnn_rnn_layer_backward": (3, 4)}
 
+#: Ops that begin with a copy of the whole storage behind their first argument, and return a view of that. Fakes know
+#: this only where they are not from torch's cache of fake results.
+_COPIES_STORAGE: Final = frozenset(
+    {"aten.copy", "aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter", "aten.as_strided_scatter"}
+)
+
 
 def correct_fake_results(joint: fx.GraphModule) -> None:
     """Give the values in a joint graph the sizes, and the storages of their own, that they really have."""
@@ -53,6 +59,8 @@ def correct_fake_results(joint: fx.GraphModule) -> None:
             _widen_statistics(node, node.args[_WEIGHT_OF_NORM[packet]])
         if packet in _ONE_IN_FAKES:
             _separate(joint, node, *_ONE_IN_FAKES[packet])
+        if packet in _COPIES_STORAGE:
+            _give_whole_storage(node, node.args[0])
         if packet in _BUFFERS:
             _correct_buffer(node, _BUFFERS[packet])
 
@@ -107,6 +115,18 @@ def _widen_statistics(node: fx.Node, weight: Any) -> None:
         fake = node.meta["val"][position]
         with fake.fake_mode:
             _replace_result(node, position, torch.empty_like(fake, dtype=dtype))
+
+
+def _give_whole_storage(node: fx.Node, copied: fx.Node) -> None:
+    value, like = node.meta["val"], copied.meta["val"]
+    size = like.untyped_storage().nbytes()
+    if value.stride() != like.stride() or value.untyped_storage().nbytes() == size:
+        return
+    before = storage_identity(value)
+    with value.fake_mode:
+        whole = torch.empty(size // like.itemsize, dtype=value.dtype, device=value.device)
+        node.meta["val"] = whole.as_strided(value.shape, value.stride(), like.storage_offset())
+    move_views(node, before)
 
 
 def _separate_tangents(joint: fx.GraphModule) -> None:

@@ -73,3 +73,29 @@ def test_statistics_of_a_mixed_normalisation_are_in_the_precision_of_its_weight(
         assert captured.graph.storages[captured.storage_of[item]].bytes == rows * 4
     profiled(captured.nodes, "cpu", cache_dir=tmp_path)
     assert "norm" not in caplog.text  # its backward runs on arguments of these types
+
+
+class WritesToPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+
+    def forward(self, x):
+        y = self.first(x) * 2
+        y[:, :8].mul_(3)
+        return y.square().sum()
+
+
+def test_a_copy_into_part_of_a_tensor_takes_the_bytes_of_the_whole_in_every_capture():
+    captures = [capture_of(WritesToPart(), torch.zeros(8, 16)) for _ in range(3)]  # fakes are cached from the second on
+    copy = torch.ops.aten.copy.default
+    whole = torch.zeros(8, 64)
+    real = copy(whole[:, :8], torch.zeros(8, 8)).untyped_storage().nbytes()
+    for capture in captures:
+        sizes = [
+            capture.graph.storages[capture.storage_of[node]].bytes
+            for node in capture.nodes
+            if node is not None and node.target is copy
+        ]
+        assert sizes == [real]
+    assert len({capture.graph.fingerprint for capture in captures}) == 1
