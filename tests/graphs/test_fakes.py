@@ -97,5 +97,6 @@ def test_a_copy_into_part_of_a_tensor_takes_the_bytes_of_the_whole_in_every_capt
             for node in capture.nodes
             if node is not None and node.target is copy
         ]
-        assert sizes == [real]
+        assert sizes
+        assert set(sizes) == {real}
     assert len({capture.graph.fingerprint for capture in captures}) == 1
