@@ -14,10 +14,11 @@ The outcome need not fit the budget: :func:`solvers.simulate.simulate` says whet
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from solvers.solution import Compute, Free, Offload, Prefetch, Step
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Stay:
+class Stay:
     """One stay of a storage on the device, over positions of the order, both inclusive; what stays ends at its length.
 
     ``fetched``: it comes back from the host rather than being produced. ``start`` is then the position by which it is
@@ -51,13 +52,29 @@ def overlapped_steps(problem: Problem, decisions: Decisions) -> tuple[Step, ...]
     """
     planned = _Order(problem)
     planned.follow(decisions)
-    order, stays = planned.order, planned.stays
+    return steps_of(problem, planned.order, planned.stays)
+
+
+def steps_of(
+    problem: Problem, order: Sequence[int], stays: Sequence[Stay], leave_by: Mapping[int, int] | None = None
+) -> tuple[Step, ...]:
+    """The steps of an order of executions whose storages stay on the device when they are said to.
+
+    Args:
+        problem: what is scheduled.
+        order: ops that execute.
+        stays: of all storages; of each the first one begins with its first production.
+        leave_by: for each storage that comes back, the position by which its copy should have ended. Those that are
+            due first are then copied out first; without it, those that are made first.
+
+    """
     live = np.array([*(problem.workspace_bytes[op] for op in order), 0], dtype=np.int64)
     for stay in stays:
         live[stay.start : stay.last + 1] += problem.storage_bytes[stay.storage]
-    stays = _Departures(problem, stays, live).walk(order)
-    _place_fetches(problem, stays, live, [0, *itertools.accumulate(problem.time_ns[op] for op in order)])
-    return _steps(problem, order, stays)
+    departures = _Departures(problem, stays, live, leave_by)
+    remaining = departures.walk(order)
+    _place_fetches(problem, remaining, live, [0, *itertools.accumulate(problem.time_ns[op] for op in order)])
+    return _steps(order, remaining, departures.copied_after)
 
 
 class _Order:
@@ -66,8 +83,8 @@ class _Order:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.order: list[int] = []
-        self.stays: list[_Stay] = []
-        self._current: dict[int, _Stay] = {}
+        self.stays: list[Stay] = []
+        self._current: dict[int, Stay] = {}
         self._resident: set[int] = set()
         self._on_host: frozenset[int] = frozenset()
 
@@ -110,7 +127,7 @@ class _Order:
         self._current[s].last = position
 
     def _begin(self, s: int, position: int, *, fetched: bool) -> None:
-        self._current[s] = _Stay(s, position, position, fetched)
+        self._current[s] = Stay(s, position, position, fetched)
         self.stays.append(self._current[s])
         self._resident.add(s)
 
@@ -119,19 +136,33 @@ class _Departures:
     """A walk forward with the clock of copies out: what leaves stays until its copy has ended, or memory is short.
 
     A storage that is needed again before it has left stays for good. ``live``, the bytes live at each position, is kept
-    up to date.
+    up to date. Copies begin right after production, or with ``leave_by`` in the order in which they are due, as soon as
+    the link is free, and all within the forward.
+
+    Attributes:
+        copied_after: after which execution each copy begins: storages, by position.
+
     """
 
-    def __init__(self, problem: Problem, stays: Sequence[_Stay], live: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        stays: Sequence[Stay],
+        live: NDArray[np.int64],
+        leave_by: Mapping[int, int] | None,
+    ) -> None:
         self.problem = problem
         self.stays = stays
         self.live = live
-        self.starting: dict[int, list[_Stay]] = {}
-        self.ending: dict[int, list[_Stay]] = {}
-        self.leaving: collections.deque[tuple[int, _Stay]] = collections.deque()  # (end of the copy, stay), by end
-        self.copied_by: dict[int, int] = {}  # storage -> end of its copy
+        self.leave_by = leave_by
+        self.copied_after: dict[int, list[int]] = {}
+        self.starting: dict[int, list[Stay]] = {}
+        self.ending: dict[int, list[Stay]] = {}
+        self.leaving: list[Stay] = []  # those whose copies have begun first, by their ends
+        self.waiting: list[tuple[int, int, int]] = []  # copies that have not begun: (due, number, storage), ascending
+        self.copied_by: dict[int, float] = {}  # storage -> end of its copy; infinite where it has not begun
         self.held = self.now = self.link_free = 0  # bytes of ``leaving``, and times
-        self.merged: set[_Stay] = set()
+        self.merged: set[Stay] = set()
         self.moved: set[int] = {stay.storage for stay in stays if stay.fetched}
         first: set[int] = set()
         for stay in stays:
@@ -140,65 +171,98 @@ class _Departures:
                 first.add(stay.storage)
                 self.ending.setdefault(stay.last, []).append(stay)
 
-    def walk(self, order: Sequence[int]) -> list[_Stay]:
+    def walk(self, order: Sequence[int]) -> list[Stay]:
         """Prolong the stays of what leaves; return the stays that are left."""
+        last_forward = max((p for p, op in enumerate(order) if op == self.problem.forward_ops - 1), default=None)
+        if last_forward is not None:
+            last_forward = order.index(self.problem.forward_ops - 1)
         for position, op in enumerate(order):
             self._settle(position)
             self.now += self.problem.time_ns[op]
-            self._copy_out(op)
+            self._produce(op)
+            following = order[position + 1] if position + 1 < len(order) else None
+            self._start_copies(position, following, all_now=position == last_forward)
             for stay in self.ending.get(position, ()):
                 if self.copied_by[stay.storage] > self.now:
-                    entry = (self.copied_by[stay.storage], stay)
-                    bisect.insort(self.leaving, entry, key=lambda entry: entry[0])
+                    bisect.insort(self.leaving, stay, key=self._leaves_at)
                     self.held += self.problem.storage_bytes[stay.storage]
         self._settle(len(order))
         return [stay for stay in self.stays if stay not in self.merged]
+
+    def _leaves_at(self, stay: Stay) -> float:
+        return self.copied_by[stay.storage]
+
+    def _produce(self, op: int) -> None:
+        """Have what an op has made for the first time wait for its copy."""
+        for s in self.problem.outputs[op]:
+            if s in self.moved and s not in self.copied_by:
+                self.copied_by[s] = math.inf
+                due = 0 if self.leave_by is None else self.leave_by.get(s, sys.maxsize)
+                bisect.insort(self.waiting, (due, len(self.copied_by), s))
+
+    def _start_copies(self, position: int, following: int | None, *, all_now: bool) -> None:
+        """Begin copies: all that wait, or those for which the link is free before the next execution has ended."""
+        all_now = all_now or self.leave_by is None or following is None
+        until = self.now if following is None else self.now + self.problem.time_ns[following]
+        while self.waiting and (all_now or self.link_free < until):
+            self._copy_out(self.waiting.pop(0)[2], position)
+
+    def _copy_out(self, s: int, position: int) -> None:
+        """Begin a copy after the execution at a position."""
+        link = self.problem.link
+        assert link is not None
+        self.link_free = max(self.now, self.link_free) + link.to_host_ns(self.problem.storage_bytes[s])
+        self.copied_by[s] = self.link_free
+        self.copied_after.setdefault(position, []).append(s)
+        self.leaving.sort(key=self._leaves_at)
 
     def _settle(self, position: int) -> None:
         """End the stays of what has left before a position, or must have, since memory is short there."""
         for stay in self.starting.get(position, ()):
             self._meet(stay, position)
-        while self.leaving and (self.leaving[0][0] <= self.now or self._is_short(position)):
-            end, stay = self.leaving.popleft()
-            self.now = max(self.now, end)
+        while self.leaving and (self._leaves_at(self.leaving[0]) <= self.now or self._is_short(position)):
+            stay = self.leaving[0]
+            if math.isinf(self._leaves_at(stay)):
+                self._hurry(position)
+                continue
+            self.leaving.pop(0)
+            self.now = max(self.now, int(self._leaves_at(stay)))
             self._prolong(stay, position)
+
+    def _hurry(self, position: int) -> None:
+        """Begin the copy that is due first of those that memory waits for."""
+        wanted = {stay.storage for stay in self.leaving}
+        index = next(i for i, (_, _, s) in enumerate(self.waiting) if s in wanted)
+        self._copy_out(self.waiting.pop(index)[2], position - 1)
 
     def _is_short(self, position: int) -> bool:
         return bool(self.live[position] + self.held > self.problem.capacity_bytes)
 
-    def _meet(self, stay: _Stay, position: int) -> None:
+    def _meet(self, stay: Stay, position: int) -> None:
         """A stay that begins while an earlier one of the same storage is leaving ends that one, or prolongs it."""
-        entry = next((entry for entry in self.leaving if entry[1].storage == stay.storage), None)
+        entry = next((entry for entry in self.leaving if entry.storage == stay.storage), None)
         if entry is None:
             return
         self.leaving.remove(entry)
-        self._prolong(entry[1], position)
+        self._prolong(entry, position)
         if stay.fetched:
-            entry[1].last = stay.last
+            entry.last = stay.last
             self.merged.add(stay)
+            self.ending.setdefault(stay.last, []).append(entry)
 
-    def _prolong(self, stay: _Stay, position: int) -> None:
+    def _prolong(self, stay: Stay, position: int) -> None:
         """Have a storage that was leaving stay until right before a position."""
         size = self.problem.storage_bytes[stay.storage]
         self.held -= size
         self.live[stay.last + 1 : position] += size
         stay.last = position - 1
 
-    def _copy_out(self, op: int) -> None:
-        """Queue the copies of what an op has made for the first time."""
-        link = self.problem.link
-        assert link is not None
-        for s in self.problem.outputs[op]:
-            if s in self.moved and s not in self.copied_by:
-                self.link_free = max(self.now, self.link_free) + link.to_host_ns(self.problem.storage_bytes[s])
-                self.copied_by[s] = self.link_free
 
-
-def _place_fetches(problem: Problem, stays: list[_Stay], live: NDArray[np.int64], clock: Sequence[int]) -> None:
+def _place_fetches(problem: Problem, stays: list[Stay], live: NDArray[np.int64], clock: Sequence[int]) -> None:
     """Move the start of each fetched stay to where its copy must start, from the last needed to the first."""
     assert problem.link is not None
     previous: dict[int, int] = {}
-    earliest: dict[_Stay, int] = {}
+    earliest: dict[Stay, int] = {}
     for stay in stays:
         earliest[stay] = previous.get(stay.storage, -1) + 1
         previous[stay.storage] = stay.last
@@ -216,7 +280,7 @@ def _place_fetches(problem: Problem, stays: list[_Stay], live: NDArray[np.int64]
             stay.start = begin
 
 
-def _steps(problem: Problem, order: Sequence[int], stays: list[_Stay]) -> tuple[Step, ...]:
+def _steps(order: Sequence[int], stays: list[Stay], copied_after: Mapping[int, Sequence[int]]) -> tuple[Step, ...]:
     """Write the stays out as steps: around each execution first what is fetched, at last what is dropped."""
     fetched: dict[int, list[tuple[int, int]]] = {}
     dropped: dict[int, list[int]] = {}
@@ -226,13 +290,10 @@ def _steps(problem: Problem, order: Sequence[int], stays: list[_Stay]) -> tuple[
         dropped.setdefault(stay.last, []).append(stay.storage)
     comes_back = {stay.storage for stay in stays if stay.fetched}
     steps: list[Step] = []
-    copied: set[int] = set()
     for position, op in enumerate(order):
         steps.extend(Prefetch(s) for _, s in sorted(fetched.get(position, ())))
         steps.append(Compute(op))
-        leaving = [s for s in problem.outputs[op] if s in comes_back and s not in copied]
-        copied.update(leaving)
-        steps.extend(Offload(s) for s in leaving)
+        steps.extend(Offload(s) for s in copied_after.get(position, ()) if s in comes_back)
         steps.extend(Free(s) for s in sorted(dropped.get(position, ())))
     steps.extend(Prefetch(s) for _, s in sorted(fetched.get(len(order), ())))
     return tuple(steps)
