@@ -39,7 +39,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from solvers.milp import Milp
 from solvers.problem import Problem
@@ -48,6 +48,7 @@ from solvers.suborder import Superorder
 _Value = int | bool  # a column, or what the value is; bool first where they are told apart
 _Terms = list[tuple[int, float]]
 
+_TOLERANCE = 1e-3
 _WINDOW = 4  # moments at each end of a stretch at which a copy may still be, or already, under way
 _SUMS = 24  # sums of transfer times per moment and direction
 
@@ -61,6 +62,15 @@ class _Stretch:
     start: int
     end: int
     read: bool  # it ends with a read, or with the end of the order
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """When a storage is on the device: from the execution at ``start`` to that at ``last`` of a superorder."""
+
+    start: int
+    last: int
+    fetched: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +115,7 @@ class HostSuborder:
         self._held: dict[int, _Terms] = {p: [] for p in self.moments}
         self._resident: list[list[_Value]] = []
         self._on_host: dict[int, int] = {}
+        self._whole: set[int] = set()
         self._left: dict[int, dict[int, int]] = {}
         self._back: list[tuple[_Stretch, int, dict[int, int]]] = []  # stretch, o, A
         for s in range(len(problem.storage_bytes)):
@@ -140,6 +151,8 @@ class HostSuborder:
                 away = self._add_away(stretch)
                 is_forced = away is None and not made and True in premises
                 value = is_forced or self.milp.column(integer=bool(self._inside(stretch)))
+                if value is not True and self._inside(stretch):
+                    self._whole.add(value)
             if away is not None:
                 self.milp.row([(value, -1.0), (away, -1.0)], -1.0)
             for premise in premises:
@@ -297,7 +310,7 @@ class HostSuborder:
         """Read a point of the program."""
 
         def holds(value: _Value) -> bool:
-            return value if isinstance(value, bool) else values[value] > 0.5
+            return value if isinstance(value, bool) else values[value] > _TOLERANCE
 
         leave_by = {}
         for s, whole in self._on_host.items():
@@ -309,6 +322,36 @@ class HostSuborder:
             tuple(tuple(holds(v) for v in resident) for resident in self._resident),
             leave_by,
         )
+
+    def fixed(self, spans: Sequence[Sequence[Span]], free: Container[int]) -> dict[int, float]:
+        """The whole columns of a known plan, but for those of some storages.
+
+        Args:
+            spans: for each storage when it is on the device.
+            free: storages whose columns are left out.
+
+        """
+        values: dict[int, float] = {}
+        for s, events in enumerate(self.events):
+            if s in free:
+                continue
+            for i, (start, _) in enumerate(events):
+                end = events[i + 1][0] if i + 1 < len(events) else self._length
+                value = self._resident[s][i]
+                if not isinstance(value, bool) and value in self._whole:
+                    values[value] = float(any(span.start <= start and end <= span.last for span in spans[s]))
+        for s, left in self._left.items():
+            if s not in free:
+                for p, column in left.items():
+                    values[column] = float(spans[s][0].last < p and any(span.fetched for span in spans[s]))
+        for stretch, away, arriving in self._back:
+            if stretch.storage not in free:
+                coming = (span for span in spans[stretch.storage] if span.fetched)
+                here = next((c for c in coming if stretch.start < c.start <= stretch.end <= c.last), None)
+                values[away] = float(here is not None)
+                for p, column in arriving.items():
+                    values[column] = float(here is not None and here.start <= p)
+        return values
 
 
 def events_of(problem: Problem, ops: Sequence[int]) -> list[list[tuple[int, bool]]]:

@@ -182,13 +182,21 @@ class Milp:
         least = np.minimum(reduced * np.array(self._lower), reduced * np.array(self._upper))
         return float(multipliers @ np.array(self._row_lower) + least.sum()), reduced
 
-    def near(self, relaxation: Relaxation, tolerance: float) -> dict[int, float]:
+    def near(self, relaxation: Relaxation, tolerance: float, *, integers_only: bool = False) -> dict[int, float]:
         """Columns that are whole in a relaxation, and whose change costs more than ``tolerance`` there.
 
         No point with whole values that is within ``tolerance`` of the relaxation's bound has others in them.
+
+        Args:
+            relaxation: of this program.
+            tolerance: negative for all that are whole.
+            integers_only: whether only columns that have to be whole count.
+
         """
         values, reduced = relaxation.values, relaxation.reduced_costs
         whole = np.abs(values - np.rint(values)) < FEASIBILITY_TOLERANCE
+        if integers_only:
+            whole &= np.array(self._integer)
         fixed = np.flatnonzero(whole & (np.abs(reduced) > tolerance))
         return {int(i): float(np.rint(values[i])) for i in fixed}
 
