@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,9 +173,7 @@ class _Departures:
 
     def walk(self, order: Sequence[int]) -> list[Stay]:
         """Prolong the stays of what leaves; return the stays that are left."""
-        last_forward = max((p for p, op in enumerate(order) if op == self.problem.forward_ops - 1), default=None)
-        if last_forward is not None:
-            last_forward = order.index(self.problem.forward_ops - 1)
+        last_forward = order.index(self.problem.forward_ops - 1) if self.problem.forward_ops else None
         for position, op in enumerate(order):
             self._settle(position)
             self.now += self.problem.time_ns[op]
@@ -223,15 +221,14 @@ class _Departures:
         while self.leaving and (self._leaves_at(self.leaving[0]) <= self.now or self._is_short(position)):
             stay = self.leaving[0]
             if math.isinf(self._leaves_at(stay)):
-                self._hurry(position)
+                self._hurry(position, {stay.storage for stay in self.leaving})
                 continue
             self.leaving.pop(0)
             self.now = max(self.now, int(self._leaves_at(stay)))
             self._prolong(stay, position)
 
-    def _hurry(self, position: int) -> None:
-        """Begin the copy that is due first of those that memory waits for."""
-        wanted = {stay.storage for stay in self.leaving}
+    def _hurry(self, position: int, wanted: Container[int]) -> None:
+        """Begin the copy that is due first of some storages before a position."""
         index = next(i for i, (_, _, s) in enumerate(self.waiting) if s in wanted)
         self._copy_out(self.waiting.pop(index)[2], position - 1)
 
@@ -243,6 +240,8 @@ class _Departures:
         entry = next((entry for entry in self.leaving if entry.storage == stay.storage), None)
         if entry is None:
             return
+        if not stay.fetched and math.isinf(self._leaves_at(entry)):
+            self._hurry(position, {stay.storage})
         self.leaving.remove(entry)
         self._prolong(entry, position)
         if stay.fetched:

@@ -39,18 +39,19 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from solvers.host_spans import Point, Span, events_of
 from solvers.milp import Milp
 from solvers.problem import Problem
 from solvers.suborder import Superorder
 
-_Value = int | bool  # a column, or what the value is; bool first where they are told apart
+_Value = int | bool  # a column, or what the value is: compare by identity, since column 1 equals True
 _Terms = list[tuple[int, float]]
 
-_TOLERANCE = 1e-3
-_WINDOW = 4  # moments at each end of a stretch at which a copy may still be, or already, under way
-_SUMS = 24  # sums of transfer times per moment and direction
+_TOLERANCE = 1e-3  # of columns that are whole but for the solver's tolerances
+_WINDOW = 3  # moments at each end of a stretch at which a copy may still be, or already, under way
+_SUMS = 12  # sums of transfer times per moment and direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,31 +63,6 @@ class _Stretch:
     start: int
     end: int
     read: bool  # it ends with a read, or with the end of the order
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """When a storage is on the device: from the execution at ``start`` to that at ``last`` of a superorder."""
-
-    start: int
-    last: int
-    fetched: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """What a point of the program decides.
-
-    Attributes:
-        executed: positions of the superorder that take place, ascending.
-        resident: for each storage and event whether it stays resident from that event to the next.
-        leave_by: for each storage that comes back, the position by which its copy should have ended.
-
-    """
-
-    executed: tuple[int, ...]
-    resident: tuple[tuple[bool, ...], ...]
-    leave_by: Mapping[int, int]
 
 
 class HostSuborder:
@@ -111,13 +87,14 @@ class HostSuborder:
         self._percent = 100.0 / max(problem.keep_all_time_ns, 1)
         self._scale = 1.0 / max(capacity_bytes, 1)
         self._execute = {q: self.milp.column(integer=False) for q, may in enumerate(superorder.optional) if may}
-        self._room = {p: 1.0 for p in self.moments}
+        self._room = dict.fromkeys(self.moments, 1.0)
         self._held: dict[int, _Terms] = {p: [] for p in self.moments}
         self._resident: list[list[_Value]] = []
         self._on_host: dict[int, int] = {}
         self._whole: set[int] = set()
         self._left: dict[int, dict[int, int]] = {}
         self._back: list[tuple[_Stretch, int, dict[int, int]]] = []  # stretch, o, A
+        self._starts: dict[int, list[int]] = {}  # of the stretches with an o, the last one first
         for s in range(len(problem.storage_bytes)):
             self._add_storage(s)
         self._add_memory()
@@ -144,12 +121,12 @@ class HostSuborder:
             stretch = _Stretch(s, i, events[i][0], end, not makes)
             premises = (following,) if makes else (following, executes)
             made = [executes] if makes and not at_end else []
-            if all(p is False for p in premises) or True in made:
+            if all(p is False for p in premises) or any(m is True for m in made):
                 value: _Value = False
                 away = None
             else:
                 away = self._add_away(stretch)
-                is_forced = away is None and not made and True in premises
+                is_forced = away is None and not made and any(p is True for p in premises)
                 value = is_forced or self.milp.column(integer=bool(self._inside(stretch)))
                 if value is not True and self._inside(stretch):
                     self._whole.add(value)
@@ -200,6 +177,7 @@ class HostSuborder:
         if stretch.end in self._room and stretch.read:
             self._hold(stretch, away, at=(stretch.end,))
         self._back.append((stretch, away, arriving))
+        self._starts.setdefault(s, []).append(stretch.start)
         return away
 
     def _add_leaving(self, stretch: _Stretch, value: _Value) -> None:
@@ -286,17 +264,16 @@ class HostSuborder:
                     coming[stretch.end].append((arriving[p], -ns))
         self._chain(dict(sorted(coming.items())), lambda end: (self._clock[end], self._clock[p + 1]))
 
-    def _chain(self, transfers, span) -> None:
+    def _chain(self, transfers: Mapping[int, _Terms], span: Callable[[int], tuple[int, int]]) -> None:
         """Sums of transfer times, at most the time between two positions; a few of them."""
         total = sum(ns for terms in transfers.values() for _, ns in terms if ns > 0)
         before: list[tuple[int, float]] = []
         terms: _Terms = []
         done, sums = 0.0, 1
-        last = next(reversed(transfers), None)
-        for at, more in transfers.items():
+        for index, (at, more) in enumerate(transfers.items(), 1):
             terms.extend(more)
             done += sum(ns for _, ns in more if ns > 0)
-            if at != last and done * _SUMS < total * sums:
+            if index < len(transfers) and done * _SUMS < total * sums:
                 continue
             sums += 1
             column = self.milp.column(upper=self._most, integer=False)
@@ -332,34 +309,34 @@ class HostSuborder:
 
         """
         values: dict[int, float] = {}
-        for s, events in enumerate(self.events):
-            if s in free:
-                continue
-            for i, (start, _) in enumerate(events):
-                end = events[i + 1][0] if i + 1 < len(events) else self._length
-                value = self._resident[s][i]
-                if not isinstance(value, bool) and value in self._whole:
-                    values[value] = float(any(span.start <= start and end <= span.last for span in spans[s]))
+        for s in range(len(self.events)):
+            if s not in free:
+                values.update(self._residence(s, spans[s]))
         for s, left in self._left.items():
             if s not in free:
-                for p, column in left.items():
-                    values[column] = float(spans[s][0].last < p and any(span.fetched for span in spans[s]))
+                moved = any(span.fetched for span in spans[s])
+                values.update({column: float(moved and spans[s][0].last < p) for p, column in left.items()})
         for stretch, away, arriving in self._back:
             if stretch.storage not in free:
-                coming = (span for span in spans[stretch.storage] if span.fetched)
-                here = next((c for c in coming if stretch.start < c.start <= stretch.end <= c.last), None)
-                values[away] = float(here is not None)
-                for p, column in arriving.items():
-                    values[column] = float(here is not None and here.start <= p)
+                start = self._return(stretch, spans[stretch.storage])
+                values[away] = float(start is not None)
+                values.update({c: float(start is not None and start <= p) for p, c in arriving.items()})
         return values
 
+    def _return(self, stretch: _Stretch, spans: Sequence[Span]) -> int | None:
+        """From when on a storage comes back in a stretch, or in later ones that contain no moment."""
+        later = self._starts[stretch.storage]
+        until = next((start for start in reversed(later) if start > stretch.start), self._length)
+        for before, span in itertools.pairwise(spans):
+            if span.fetched and before.last < stretch.end and stretch.start < span.start <= until:
+                return span.start
+        return None
 
-def events_of(problem: Problem, ops: Sequence[int]) -> list[list[tuple[int, bool]]]:
-    """Events of each storage: executions that read it (false) or make it (true)."""
-    events: list[list[tuple[int, bool]]] = [[] for _ in problem.storage_bytes]
-    for q, op in enumerate(ops):
-        for s in problem.inputs[op]:
-            events[s].append((q, False))
-        for s in problem.outputs[op]:
-            events[s].append((q, True))
-    return events
+    def _residence(self, s: int, spans: Sequence[Span]) -> dict[int, float]:
+        """The whole columns r of a storage."""
+        ends = [*(q for q, _ in self.events[s][1:]), self._length]
+        return {
+            value: float(any(span.start <= start and end <= span.last for span in spans))
+            for (start, _), end, value in zip(self.events[s], ends, self._resident[s], strict=True)
+            if not isinstance(value, bool) and value in self._whole
+        }

@@ -89,6 +89,11 @@ class Milp:
         """Number of rows."""
         return len(self._row_lower)
 
+    @property
+    def integers(self) -> int:
+        """Number of integer columns."""
+        return sum(self._integer)
+
     def column(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
         """Add a column and return its index."""
         self._cost.append(cost)
