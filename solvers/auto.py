@@ -1,6 +1,8 @@
 """The portfolio that plans a training step: keep all where it fits, else moments, else baselines, chain and walk.
 
 What gap they leave, the large-neighbourhood search around the best of their plans narrows in the time that is left.
+With a host tier, plans with copies are looked for first, then plans without, and then ones that copy what these
+recompute.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from solvers.baselines import BASELINES
 from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
 from solvers.chain_solver import ChainSolver
+from solvers.copy_search import CopySearch
 from solvers.host_search import HostSearchSolver
 from solvers.lns import NeighbourhoodSearch
 from solvers.moments import MomentsSolver
@@ -24,7 +27,9 @@ from solvers.state_search import StateSearchSolver
 from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
 
-_HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
+_HOST_SHARE = 0.4  # of the time limit, for plans with copies; plans without come after it
+_PLAIN_SHARE = 0.4  # of what is left then, for these; copies on top of the plans found come after it
+_FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
 _FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
@@ -114,18 +119,23 @@ class AutoSolver:
         return NeighbourhoodSearch(time_limit_s=left).improve(problem, best, enough_ns=int((1 + self.gap) * bound_ns))
 
     def _with_host(self, problem: Problem, start: float) -> Solution:
-        """The plan of the offload solver, or a faster one without copies where that is not within the gap."""
+        """The plan of the offload solver, or where that is not within the gap, a faster one.
+
+        That is one without copies, or with copies on top of either; the bound is the offload solver's.
+        """
         moved = OffloadSolver(gap=self.gap, time_limit_s=self.time_limit_s * _HOST_SHARE).solve(problem)
         bound, is_tiny = moved.lower_bound_ns, len(problem.time_ns) <= _TINY_HOST
         if moved.status is Status.OPTIMAL and (self._is_proven(moved, bound) or not is_tiny):
             return moved
-        solver = dataclasses.replace(self, time_limit_s=max(self._left(start), 1.0))
+        solver = dataclasses.replace(self, time_limit_s=max(_PLAIN_SHARE * self._left(start), 1.0))
         plain = solver.solve(problem.with_link(None, 0))
         best = _fastest([moved, plain])
         if is_tiny and best.status is not Status.INFEASIBLE and not self._is_proven(best, bound):
             search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
             best = search.solve(problem, best if best.status.has_plan else None)
             bound = max(bound, best.lower_bound_ns)
+        elif best.status.has_plan:
+            best = self._copied(problem, [moved, plain], bound, start)
         if not best.status.has_plan:
             best = self._below_the_floor(problem, best, plain, start)
         if not best.status.has_plan:
@@ -136,6 +146,18 @@ class AutoSolver:
             lower_bound_ns=min(bound, best.step_time_ns),
             solve_seconds=time.perf_counter() - start,
         )
+
+    def _copied(self, problem: Problem, plans: list[Solution], bound_ns: int, start: float) -> Solution:
+        """The fastest plan after copies on top of each, the fastest first."""
+        plans = sorted((plan for plan in plans if plan.status.has_plan), key=lambda plan: plan.step_time_ns)
+        found = list(plans)
+        for plan in plans:
+            left = self._left(start) * (_FASTER_SHARE if plan is not plans[-1] else 1.0)
+            if left <= 0 or self._within(_fastest(found), bound_ns):
+                break
+            search = CopySearch(time_limit_s=left)
+            found.append(search.improve(problem, plan, enough_ns=int((1 + self.gap) * bound_ns)))
+        return _fastest(found)
 
     def _below_the_floor(self, problem: Problem, moved: Solution, plain: Solution, start: float) -> Solution:
         """The answer where no plan was found, with copies or without: how much is needed, of both.

@@ -1,9 +1,8 @@
 """Plans from the chain: cut the step, find options per region, run the dynamic program, assemble, prune.
 
-Its options copy nothing to the host. On four graphs (``python -m benchmarks.offload_graphs``) the plans of the offload
-solver beat the chain's from a quarter of the way between the floor and the keep-all peak on, mostly within 0.7 % of the
-bound for all schedules, which leaves options with copies nothing to gain. Below, on ResNet-50, they do not: there is
-room for such options there, and until then :class:`solvers.auto.AutoSolver` takes the plan without copies.
+Its options copy nothing to the host. What copies can add to such plans, :mod:`solvers.copy_search` finds over all of
+the step at once, where the link knows no regions: it takes the recomputations of a plan one by one and keeps those that
+copies do not make superfluous.
 """
 
 from __future__ import annotations
