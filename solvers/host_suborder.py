@@ -12,7 +12,7 @@ may be away over a stretch that contains one::
     G[s,p]    0 or 1: its copy has ended at p; for the first moments after its first production, then it is H[s]
     L[s,i,p]  s is not resident as r has it, and still leaves at p; for the same moments
     A[s,i,p]  0 or 1: it is on its way back at p already; for the last moments of the stretch
-    C[q]      when execution q can start, at the positions that a row below names; C[L] when all has ended
+    C[q]      when execution q starts, at the positions that a row below names; C[L] when all has ended
 
     minimise  C[L]
 
@@ -25,8 +25,9 @@ may be away over a stretch that contains one::
     leaving   o[s,i], G[s,p] ≤ H[s],   G[s,p] ≤ G[s,next p],   L[s,i,p] ≥ H[s] - r[s,i] - G[s,p]
     arriving  A[s,i,p] ≤ A[s,i,next p] ≤ o[s,i]
     host      Σ m_s H[s] ≤ host bytes
-    out       for every moment p and position τ before:  Σ out(s) G[s,p] ≤ C[p] - C[τ]  over s first made at τ or later
-    back      for every moment p and position τ after:   Σ back(s) (o - A)[s,i,p] ≤ C[τ] - C[p + 1]
+    out       for every moment p and position τ before:  Σ out(s) G[s,p] ≤ C[p] - C[τ] - w x[τ]
+              over the storages that are first made at τ or later
+    back      for every moment p and position τ after:   Σ back(s) (o - A)[s,i,p] ≤ C[τ] - C[p] - w x[p]
               over the stretches that end after p, and by τ
 
 The sums of transfer times are chained and looked at a few τ only, so that rows stay short. Between moments the program
@@ -223,9 +224,9 @@ class HostSuborder:
         """Clock: C at all positions that transfers refer to, and the most that it can be."""
         problem, link = self.problem, self.problem.link
         assert link is not None
-        first = {self.events[s][0][0] + 1 for s in self._on_host}
+        first = {self.events[s][0][0] for s in self._on_host}
         due = {stretch.end for stretch, _, _ in self._back}
-        knots = sorted({0, self._length, *first, *due, *self.moments, *(p + 1 for p in self.moments)})
+        knots = sorted({0, self._length, *first, *due, *self.moments})
         times = [problem.time_ns[op] * self._percent for op in self.superorder.ops]
         copies = sum(link.to_host_ns(problem.storage_bytes[s]) for s in self._on_host)
         copies += sum(link.to_device_ns(problem.storage_bytes[stretch.storage]) for stretch, _, _ in self._back)
@@ -248,8 +249,8 @@ class HostSuborder:
             made = self.events[s][0][0]
             if made < p:
                 ns = link.to_host_ns(self.problem.storage_bytes[s]) * self._percent
-                leaving[made + 1].append((self._left[s].get(p, whole), ns))
-        self._chain(dict(sorted(leaving.items(), reverse=True)), lambda start: (self._clock[p], self._clock[start]))
+                leaving[made].append((self._left[s].get(p, whole), ns))
+        self._chain(dict(sorted(leaving.items(), reverse=True)), lambda made: (made, p))
 
     def _add_back(self, p: int) -> None:
         """Back in time: what comes back after a moment, by when it is needed."""
@@ -262,10 +263,10 @@ class HostSuborder:
                 coming[stretch.end].append((away, ns))
                 if p in arriving:
                     coming[stretch.end].append((arriving[p], -ns))
-        self._chain(dict(sorted(coming.items())), lambda end: (self._clock[end], self._clock[p + 1]))
+        self._chain(dict(sorted(coming.items())), lambda end: (p, end))
 
-    def _chain(self, transfers: Mapping[int, _Terms], span: Callable[[int], tuple[int, int]]) -> None:
-        """Sums of transfer times, at most the time between two positions; a few of them."""
+    def _chain(self, transfers: Mapping[int, _Terms], between: Callable[[int], tuple[int, int]]) -> None:
+        """Sums of transfer times, at most the time from the end of one execution to the start of another; a few."""
         total = sum(ns for terms in transfers.values() for _, ns in terms if ns > 0)
         before: list[tuple[int, float]] = []
         terms: _Terms = []
@@ -278,9 +279,13 @@ class HostSuborder:
             sums += 1
             column = self.milp.column(upper=self._most, integer=False)
             self.milp.row([(column, 1.0), *before, *((c, -ns) for c, ns in terms)], 0.0)
-            late, early = span(at)
-            ends = [] if late == early else [(late, 1.0), (early, -1.0)]
-            self.milp.row([*ends, (column, -1.0)], 0.0)
+            early, late = between(at)
+            ns = self.problem.time_ns[self.superorder.ops[early]] * self._percent
+            ends = [(self._clock[late], 1.0), (self._clock[early], -1.0), (column, -1.0)]
+            if early in self._execute:
+                self.milp.row([*ends, (self._execute[early], -ns)], 0.0)
+            else:
+                self.milp.row(ends, ns)
             before, terms = [(column, -1.0)], []
 
     def point(self, values: Sequence[float]) -> Point:
