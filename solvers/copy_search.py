@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 # Of the whole program
 _ROUNDS = 8
-_WHOLE_SHARE = 0.5  # of the time limit
+_WHOLE_SHARE = 0.6  # of the time limit
 _WHOLE_NODES = 1000  # of branch and bound
 _WHOLE_GAP = 0.1  # per cent of the step
 _TIGHT, _FEW = 0.9, 20  # moments at first: executions that take so much of the capacity; at most
@@ -55,7 +55,7 @@ class CopySearch:
     """Improves a plan with copies to the host. Proves nothing. Deterministic unless the time limit is hit.
 
     Attributes:
-        time_limit_s: wall-clock limit; half of it may go into the whole program.
+        time_limit_s: wall-clock limit; most of it may go into the whole program.
         most: neighbourhoods tried at most.
         patience: it ends when so many neighbourhoods together have gained next to nothing.
         seed: of the choice of neighbourhoods.
@@ -64,7 +64,7 @@ class CopySearch:
 
     time_limit_s: float = 30.0
     most: int = 200
-    patience: int = 24
+    patience: int = 15
     seed: int = 0
 
     def improve(self, problem: Problem, plan: Solution, *, enough_ns: int = 0) -> Solution:
@@ -128,6 +128,7 @@ class _Search:
         self.live = np.array([b for step, b in zip(steps, live, strict=True) if isinstance(step, Compute)])
         self.moments: list[int] = []
         self.model: HostSuborder | None = None
+        self.tried: set[frozenset[int]] = set()  # neighbourhoods of this plan, with these moments
         self.size: dict[_Kind, float] = dict.fromkeys(_KINDS, _OPS[1])
         self.free: dict[_Kind, float] = dict.fromkeys(_KINDS, _FREE[1])
 
@@ -177,7 +178,10 @@ class _Search:
         problem = self.problem
         if self.model is None:
             self.model = HostSuborder(problem, self.superorder, self.moments, problem.capacity_bytes)
-        fixed = self._choose(self.model, kind)
+        free, fixed = self._choose(self.model, kind)
+        if free in self.tried:
+            return
+        self.tried.add(free)
         found = _solve(self.model, fixed, _NODES, _GAP, self.deadline - time.perf_counter())
         if found is None or found.status is MilpStatus.LIMIT:
             self.free[kind] = max(self.free[kind] / 1.3, _FREE[0])
@@ -190,16 +194,18 @@ class _Search:
             tried = self._offer(self.model.point(found.values))
             if self._look_at_faults(tried, _FEW // 5):
                 self.model = None
+                self.tried.clear()
 
-    def _choose(self, model: HostSuborder, kind: _Kind) -> dict[int, float]:
-        """What is fixed outside of some neighbourhood that leaves not too many columns free."""
+    def _choose(self, model: HostSuborder, kind: _Kind) -> tuple[frozenset[int], dict[int, float]]:
+        """Storages that leave not too many columns free, and what the other ones fix."""
         for _ in range(_SHRINKS):
             ops = kind(self, max(1, int(self.size[kind])))
-            fixed = model.fixed(self.plan.spans, {s for op in ops for s in self.problem.outputs[op]})
+            free = frozenset(s for op in ops for s in self.problem.outputs[op])
+            fixed = model.fixed(self.plan.spans, free)
             if model.milp.integers - len(fixed) <= self.free[kind]:
                 break
             self.size[kind] = max(0.8 * self.size[kind], _OPS[0])
-        return fixed
+        return free, fixed
 
     def _offer(self, point: Point) -> _Plan:
         """The plan of a point, taken over if it fits and is faster."""
@@ -211,6 +217,7 @@ class _Search:
         fits = tried.figures.peak_bytes <= problem.budget_bytes and tried.figures.host_bytes <= problem.host_bytes
         if fits and tried.figures.step_time_ns < self.plan.figures.step_time_ns:
             self.plan = tried
+            self.tried.clear()
         return tried
 
     def _fullest(self, share: float, count: int, distance: int) -> list[int]:
