@@ -89,7 +89,7 @@ class CopySearch:
             steps=search.plan.steps,
             step_time_ns=found.step_time_ns,
             peak_bytes=found.peak_bytes,
-            lower_bound_ns=min(plan.lower_bound_ns, found.step_time_ns),
+            lower_bound_ns=problem.keep_all_time_ns,
             solver="copies",
             solve_seconds=plan.solve_seconds + time.perf_counter() - start,
         )
@@ -121,6 +121,7 @@ class _Search:
         self.draw = draw
         self.deadline = deadline
         self.superorder = _recomputations_optional(compute_order(steps))
+        self.step_ns = max(problem.keep_all_time_ns, 1)
         self.events = events_of(problem, self.superorder.ops)
         self.length = len(self.superorder.ops)
         self.plan = self._plan(steps, tuple(range(self.length)))
@@ -133,8 +134,8 @@ class _Search:
         self.free: dict[_Kind, float] = dict.fromkeys(_KINDS, _FREE[1])
 
     def _plan(self, steps: tuple[Step, ...], executed: tuple[int, ...]) -> _Plan:
-        spans = spans_of(self.problem, steps, executed, self.length)
-        return _Plan(steps, simulate(self.problem, steps), executed, spans)
+        figures = simulate(self.problem, steps)
+        return _Plan(steps, figures, executed, spans_of(self.problem, steps, executed, self.length))
 
     def solve_whole(self, until: float, enough_ns: int) -> None:
         """Solve for everything, with ever more moments or ever less capacity, until a plan fits and does not stall."""
@@ -150,10 +151,12 @@ class _Search:
             if values is None:
                 break
             tried = self._offer(model.point(values))
+            if tried is None:
+                break
             excess = tried.figures.peak_bytes - problem.budget_bytes
             if self._look_at_faults(tried, 2 * _FEW // 5):
                 continue
-            if excess <= 0 and tried.figures.stall_ns <= _STALL * problem.keep_all_time_ns:
+            if excess <= 0 and tried.figures.stall_ns <= _STALL * self.step_ns:
                 break
             capacity -= max(excess // 2, int(_ROOM_SHARE * problem.capacity_bytes), 1)
             if capacity <= 0:
@@ -164,7 +167,7 @@ class _Search:
         self.moments = sorted({*self.moments, *self._fullest(_SHORT, _MANY, self.length // 100)})
         gains: list[int] = []
         while self.moments and len(gains) < most and self.plan.figures.step_time_ns > enough_ns:
-            worth = _WORTH * self.problem.keep_all_time_ns
+            worth = _WORTH * self.step_ns
             if len(gains) >= patience and sum(gains[-patience:]) <= worth:
                 break
             if time.perf_counter() > self.deadline:
@@ -189,10 +192,10 @@ class _Search:
             self.free[kind] = min(1.1 * self.free[kind], _FREE[2])
         else:
             self.size[kind] = min(1.2 * self.size[kind], len(problem.time_ns))
-        now = 100.0 * self.plan.figures.step_time_ns / problem.keep_all_time_ns
+        now = 100.0 * self.plan.figures.step_time_ns / self.step_ns
         if found is not None and found.values and found.objective < now - 0.5 * _GAP:
             tried = self._offer(self.model.point(found.values))
-            if self._look_at_faults(tried, _FEW // 5):
+            if tried is not None and self._look_at_faults(tried, _FEW // 5):
                 self.model = None
                 self.tried.clear()
 
@@ -207,13 +210,17 @@ class _Search:
             self.size[kind] = max(0.8 * self.size[kind], _OPS[0])
         return free, fixed
 
-    def _offer(self, point: Point) -> _Plan:
-        """The plan of a point, taken over if it fits and is faster."""
+    def _offer(self, point: Point) -> _Plan | None:
+        """The plan of a point, taken over if it fits and is faster; ``None`` where the solver's tolerances spoil it."""
         problem = self.problem
         order = [self.superorder.ops[q] for q in point.executed]
         leave_by = {s: bisect.bisect_left(point.executed, q) for s, q in point.leave_by.items()}
         stays = stays_of(problem, self.events, point)
-        tried = self._plan(steps_of(problem, order, stays, leave_by), point.executed)
+        try:
+            tried = self._plan(steps_of(problem, order, stays, leave_by), point.executed)
+        except ValueError as error:
+            _log.debug("a point that cannot be executed: %s", error)
+            return None
         fits = tried.figures.peak_bytes <= problem.budget_bytes and tried.figures.host_bytes <= problem.host_bytes
         if fits and tried.figures.step_time_ns < self.plan.figures.step_time_ns:
             self.plan = tried
@@ -247,10 +254,10 @@ class _Search:
         weight: dict[int, float] = {}
         done = now = 0
         for step, live, start in zip(tried.steps, figures.live_bytes, figures.start_ns, strict=True):
-            excess = max(live - problem.budget_bytes, 0) / problem.budget_bytes
+            excess = max(live - problem.budget_bytes, 0) / max(problem.budget_bytes, 1)
             waited = 0.0
             if isinstance(step, Compute | Free):
-                waited = (start - now) / problem.keep_all_time_ns
+                waited = (start - now) / self.step_ns
                 now = max(now, start)
             if excess > 0 or waited > _STALL:
                 position = tried.executed[min(done, len(tried.executed) - 1)]
