@@ -1,10 +1,12 @@
 """From the decisions of a moments model with a host tier to steps: copies out at once, copies back as late as possible.
 
-Three passes, over the order of executions that :mod:`solvers.extract` has if what is on the host counts as resident:
+Three passes, over the order of executions that :mod:`solvers.extract` has if what is on the host counts as resident, or
+the latter two over one that is given:
 
 1. *Order* (:class:`_Order`): ops, each right before its first use, and what must have come back before each.
-2. *Out* (:class:`_Departures`): each storage that comes back later is copied out right after its production. It is
-   dropped after its last use, as soon as its copy has ended or its memory is wanted: only the latter stalls.
+2. *Out* (:class:`_Departures`): each storage that comes back later is copied out right after its production, or when
+   its turn comes where it is said which are due first. It is dropped after its last use, as soon as its copy has ended
+   or its memory is wanted: only the latter stalls.
 3. *Back* (:func:`_place_fetches`): from the last use to the first, each copy starts as late as the link allows with
    those after it, and later where memory is short before.
 
