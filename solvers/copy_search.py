@@ -52,7 +52,9 @@ _STALL = 1e-4  # of the step: shorter waits do not matter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopySearch:
-    """Improves a plan with copies to the host. Proves nothing. Deterministic unless the time limit is hit.
+    """Improves a plan with copies to the host. Proves nothing.
+
+    Deterministic unless the time limit is hit, or the shares of it that solves of the whole program have.
 
     Attributes:
         time_limit_s: wall-clock limit; most of it may go into the whole program.
