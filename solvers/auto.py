@@ -28,8 +28,9 @@ from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
 
 _HOST_SHARE = 0.35  # of the time limit, for plans with copies; plans without come after it
-_PLAIN_SHARE = 0.4  # of what is left then, for these; copies on top of the plans found come after it
+_PLAIN_SHARE = 0.3  # of what is left then, for these; copies on top of the plans found come after it
 _FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
+_HOPELESS = 3  # times the added time of the faster one: copies on top of such a plan are not looked for
 _FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
 _MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
@@ -149,7 +150,9 @@ class AutoSolver:
 
     def _copied(self, problem: Problem, plans: list[Solution], bound_ns: int, start: float) -> Solution:
         """The fastest plan after copies on top of each, the fastest first."""
-        plans = sorted((plan for plan in plans if plan.status.has_plan), key=lambda plan: plan.step_time_ns)
+        added = {plan.step_time_ns: plan for plan in reversed(plans) if plan.status.has_plan}
+        least = min(added) - problem.keep_all_time_ns
+        plans = [added[ns] for ns in sorted(added) if ns - problem.keep_all_time_ns <= _HOPELESS * least]
         found = list(plans)
         for plan in plans:
             left = self._left(start) * (_FASTER_SHARE if plan is not plans[-1] else 1.0)
