@@ -332,6 +332,8 @@ class Attachment:
 
     def _publish(self, situation: _Situation, scheduled: Scheduled) -> None:
         self.graphs = (scheduled.lowered.forward, scheduled.lowered.backward)
+        if scheduled.lowered.transfers is not None:
+            weakref.finalize(self, scheduled.lowered.transfers.retire).atexit = False
         self._publish_plan(situation, scheduled.plan)
 
     def _publish_plan(self, situation: _Situation, plan: Plan) -> None:

@@ -33,7 +33,8 @@ def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[int, in
     """Time in nanoseconds of a warm call, and the bytes it allocates at most beyond what it returns.
 
     On a CUDA device the time is the median of some samples. On a CPU it is the least: what else runs there only ever
-    adds to it. With one torch thread it is moreover the processor time of that thread, which others cannot add to.
+    adds to it. With one torch thread it is moreover the processor time of that thread, which others cannot add to. What
+    an op waits for is then not counted; none of torch's own waits, and others are not measured.
 
     Results of a call are freed before the next one starts, so no more than one set of results is alive.
 

@@ -52,6 +52,7 @@ class HostPool:
     def __init__(self, slots: Sequence[Slot], *, pinned: bool) -> None:
         self.pinned = pinned
         self.allocated_bytes = 0
+        self.retired = False
         self.free: dict[int, list[torch.Tensor]] = {}
         with unset_fake_temporarily():  # a step is lowered while its graph is traced
             if pinned:
@@ -95,6 +96,13 @@ class HostPool:
     def give(self, size: int, memory: torch.Tensor) -> None:
         """Take a buffer back."""
         self.free.setdefault(size, []).append(memory)
+        if self.retired:
+            self._give_up()
+
+    def retire(self) -> None:
+        """Give up all free buffers, and from here on each that comes back."""
+        self.retired = True
+        self._give_up()
 
     def is_free(self, size: int) -> bool:
         """Whether there is a free buffer of this size."""
@@ -109,9 +117,13 @@ class HostPool:
             return True
         size = self._rounded(size)
         if self.allocated_bytes + size > limit_bytes:
-            self.allocated_bytes -= sum(self._rounded(other) * len(free) for other, free in self.free.items())
-            self.free.clear()
+            self._give_up()
         return self.allocated_bytes + size <= limit_bytes
+
+    def _give_up(self) -> None:
+        given_up = sum(self._rounded(size) * len(free) for size, free in self.free.items())
+        self.allocated_bytes = max(self.allocated_bytes - given_up, 0)  # those cut from blocks were rounded together
+        self.free.clear()
 
     def _rounded(self, size: int) -> int:
         return _power_of_two(size) if self.pinned else size

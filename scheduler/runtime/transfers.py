@@ -128,6 +128,15 @@ class Transfers(abc.ABC):
             self._wait(copies.back, copies.slot)
             self._let_go(copies.back)
 
+    def retire(self) -> None:
+        """Give up all host buffers that nothing refers to, now and from here on, for the module is no longer scheduled.
+
+        Compiled code may be kept for as long as the process lives. A backward that is still to run has what it needs.
+        """
+        with self._lock:
+            self._collect()
+            self.pool.retire()
+
     def _collect(self) -> None:
         """Take back the buffers that nothing refers to any more, once their copies have ended."""
         for address, copies in [item for item in self._busy.items() if is_gone(item[1].alive)]:
@@ -191,17 +200,31 @@ class ThreadTransfers(Transfers):
         super().__init__(slots)
         self.link = link
         self.delay = delay
-        names = ("offload-out", "offload-back") if link.duplex else ("offload",)
-        pools = [concurrent.futures.ThreadPoolExecutor(1, name) for name in names]
-        self._out, self._back = pools[0], pools[-1]
-        weakref.finalize(self, _shut_down, pools)
+        self._workers: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
+        weakref.finalize(self, _shut_down, self._workers)
+
+    def retire(self) -> None:
+        """Let the workers end too."""
+        super().retire()
+        with self._lock:
+            _shut_down(self._workers)
+
+    def _submit(self, worker: str, *task: Any) -> concurrent.futures.Future[None]:
+        """Have a worker copy, a new one where it has ended."""
+        with self._lock:
+            if worker not in self._workers:
+                self._workers[worker] = concurrent.futures.ThreadPoolExecutor(1, worker)
+            future = self._workers[worker].submit(_copy, *task)
+            if self.pool.retired:
+                _shut_down(self._workers)
+            return future
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, outward: bool) -> _Task:
         task = _Task(target, source)
-        worker = self._out if outward else self._back
         size = source.numel()
         seconds = (self.link.to_host_ns(size) if outward else self.link.to_device_ns(size)) / 1e9
-        task.future = worker.submit(_copy, task, after, seconds, self.delay)
+        worker = ("offload-out" if outward else "offload-back") if self.link.duplex else "offload"
+        task.future = self._submit(worker, task, after, seconds, self.delay)
         return task
 
     def _wait(self, handle: _Task, slot: Slot) -> None:
@@ -235,9 +258,10 @@ def _copy(task: _Task, after: _Task | None, seconds: float, delay: Callable[[], 
     time.sleep(max(0.0, seconds - (time.perf_counter() - begin)))
 
 
-def _shut_down(pools: Sequence[concurrent.futures.ThreadPoolExecutor]) -> None:
-    for pool in pools:
-        pool.shutdown(wait=False)
+def _shut_down(workers: dict[str, concurrent.futures.ThreadPoolExecutor]) -> None:
+    """Let workers end once they have done what was submitted."""
+    while workers:
+        workers.popitem()[1].shutdown(wait=False)
 
 
 class _Queued:

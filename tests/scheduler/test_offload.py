@@ -3,6 +3,8 @@
 import copy
 import gc
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -279,6 +281,42 @@ def test_on_streams_that_do_nothing_before_they_must(forgotten, monkeypatch):
         del model, moving
         gc.collect()
         assert not any(stream.queued for stream in streams)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_host_buffers_end_with_the_schedule(streams, monkeypatch):
+    """Dynamo keeps what it has compiled; the buffers of a module that is no longer scheduled it keeps not."""
+    if streams:
+        simulate_cuda(monkeypatch)
+    x = batch(64)
+    plain = make(depth=2)
+    threads = threading.active_count()
+    model = offloaded(copy.deepcopy(plain), x)
+    moving = transfers_behind(model)
+    before = [step(plain, x, seed) for seed in range(2)]
+    assert same(step(model, x, 0), before[0])
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(x)  # its backward is still to come
+    assert moving.allocated_bytes == model.plan.host_use.host_bytes > 0
+    unschedule(model)
+    gc.collect()
+    assert moving.pool.free == {}
+    loss.backward()
+    assert torch.equal(loss.detach(), before[1][0])
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    del loss, model
+    gc.collect()
+    moving.retire()  # once more does no harm, and looks at what the backward has left
+    assert moving.allocated_bytes == 0
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_plan_with_copies_survives_saving(tmp_path):
