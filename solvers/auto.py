@@ -11,7 +11,7 @@ import dataclasses
 import time
 
 from solvers.baselines import BASELINES
-from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound
+from solvers.bounds import FLOOR_RULES, Floor, find_floor, floor_lower_bound, known_plan
 from solvers.chain_solver import ChainSolver
 from solvers.copy_search import CopySearch
 from solvers.host_search import HostSearchSolver
@@ -32,11 +32,12 @@ _PLAIN_SHARE = 0.3  # of what is left then, for these; copies on top of the plan
 _FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
 _HOPELESS = 3  # times the added time of the faster one: copies on top of such a plan are not looked for
 _FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
-_MOMENTS_SHARE = 0.4  # of the time limit; other solvers come after it
+_MOMENTS_SHARE = 0.25  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
 _MOST_PRUNED = 2  # of the baselines that fit, the fastest
 _WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
-_SHARE = 0.4  # of what is left then, for the chain solver, and of what that leaves for the walk
+_CHAIN_SHARE = 0.6  # of what is left then, for the chain solver
+_AGAIN_SHARE = 0.4  # of what that leaves, for the walk
 _NEIGHBOURHOODS_S = 20.0  # at most, for the neighbourhoods of the best plan
 _PRUNE_S = 2.0  # for the plan of the floor, where the time limit has passed
 _TINY = 24  # ops up to which all schedules are searched: mostly within a second
@@ -200,14 +201,20 @@ class AutoSolver:
         known = [plan for plan in (*by_hand, *families) if plan.status.has_plan]
         known.sort(key=lambda plan: plan.step_time_ns)
         best = _fastest([moments, *(pruned(problem, plan, deadline=deadline) for plan in known[:_MOST_PRUNED])])
+        found = None if best.status.has_plan else known_plan(problem)
+        if found is not None:
+            best = pruned(problem, found, deadline=deadline)
         if not best.status.has_plan:  # soon, under the rules that the floor is looked for with
             walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
             best = walk if walk.status.has_plan else moments
-        others: tuple[ChainSolver | Rematerialiser, ...] = (ChainSolver(), Rematerialiser())
-        for solver in others if best.status.has_plan else ():
+        others: tuple[tuple[ChainSolver | Rematerialiser, float], ...] = (
+            (ChainSolver(), _CHAIN_SHARE),
+            (Rematerialiser(), _AGAIN_SHARE),
+        )
+        for solver, share in others if best.status.has_plan else ():
             left = self._left(start)
             if not self._within(best, moments.lower_bound_ns) and left > 0:
-                limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, _SHARE * left))
+                limited = dataclasses.replace(solver, time_limit_s=min(solver.time_limit_s, share * left))
                 best = _fastest([best, limited.solve(problem)])
         return best
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import sys
+import threading
 import time
 
 from solvers import baselines, chain_solver
@@ -95,6 +97,20 @@ class Floor:
         return self.plan.peak_bytes
 
 
+_found: collections.OrderedDict[Problem, Solution] = collections.OrderedDict()
+_MOST_FOUND = 4
+_lock = threading.Lock()
+
+
+def known_plan(problem: Problem) -> Solution | None:
+    """A plan within the budget that a search for the floor of this step has found in this process; ``None`` without.
+
+    Searches near the floor succeed by chance: what one has found another, with less time, may miss.
+    """
+    plan = _found.get(problem.with_budget(0))
+    return plan if plan is not None and plan.peak_bytes <= problem.budget_bytes else None
+
+
 def find_floor(
     problem: Problem, *, tolerance: float = 0.005, time_limit_s: float = 30.0, enough_bytes: int = 0
 ) -> Floor:
@@ -106,7 +122,21 @@ def find_floor(
     more rules the fewer ops there are. Small problems are then searched by the moments solver, whose proofs raise the
     lower bound. The work is limited by counts: the same problem has the same floor, unless ``time_limit_s`` has passed,
     after which no walk goes on and no model is begun. It ends with the first plan whose peak is ``enough_bytes``.
+    :func:`known_plan` then knows the plan.
     """
+    floor = _search(problem, tolerance=tolerance, time_limit_s=time_limit_s, enough_bytes=enough_bytes)
+    key = problem.with_budget(0)
+    with _lock:
+        if key not in _found or floor.bytes < _found[key].peak_bytes:
+            _found[key] = floor.plan
+        _found.move_to_end(key)
+        while len(_found) > _MOST_FOUND:
+            _found.popitem(last=False)
+    return floor
+
+
+def _search(problem: Problem, *, tolerance: float, time_limit_s: float, enough_bytes: int) -> Floor:
+    """The search of :func:`find_floor`."""
     start = time.perf_counter()
     lower = floor_lower_bound(problem)
     plan = _least_known(problem, start, time_limit_s, enough_bytes)

@@ -6,6 +6,7 @@ stretches where the relaxation does not look, into plans at the price of a few c
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -60,18 +61,23 @@ def _splits(
 ) -> Iterator[tuple[int, ...]]:
     """Orders in which one storage is dropped before ``where`` and rebuilt right before its next read, best first."""
     waiting = np.sort(copies.storage[(copies.start < where) & (where < copies.end)])
+    reads = zip(waiting.tolist(), copies.next_use(waiting, where).tolist(), strict=True)
+    candidates = []
+    for s, again in reads:
+        if problem.storage_bytes[s] and s not in problem.inputs[order[where]]:
+            counted = min(problem.storage_bytes[s], excess)
+            candidates.append(((problem.time_ns[problem.producer[s]] + 1) / counted, counted, s, again))
+    candidates.sort()
     options: list[tuple[float, int, int, list[int]]] = []
     resident_at: dict[int, set[int]] = {}
-    for s, again in zip(waiting.tolist(), copies.next_use(waiting, where).tolist(), strict=True):
-        if not problem.storage_bytes[s] or s in problem.inputs[order[where]]:
-            continue
+    for at_least, counted, s, again in candidates:  # whoever is rebuilt takes the time of its producer at least
+        if len(options) >= _TRIALS and at_least > options[_TRIALS - 1][0]:
+            break
         if again not in resident_at:
             resident_at[again] = set(copies.storage[(copies.start < again) & (again <= copies.end)].tolist())
         try:
             ops = missing_ops(problem, (s,), resident_at[again] - {s})
         except ValueError:
             continue
-        time = sum(problem.time_ns[op] for op in ops) + 1
-        options.append((time / min(problem.storage_bytes[s], excess), s, again, ops))
-    options.sort()
+        bisect.insort(options, ((sum(problem.time_ns[op] for op in ops) + 1) / counted, s, again, ops))
     return ((*order[:again], *ops, *order[again:]) for _, _, again, ops in options[:_TRIALS])

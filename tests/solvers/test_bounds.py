@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
-from solvers import AutoSolver, FloorBound, Status, find_floor, floor_lower_bound
+from solvers import AutoSolver, FloorBound, Status, find_floor, floor_lower_bound, simulate, validate
 from solvers.baselines import BASELINES
+from solvers.bounds import known_plan
 from solvers.brute_force import BruteForceSolver
 from solvers.strategies import BY_HAND
 from tests.problems import keep_all_peak, least_demand, random_chain, random_problem, training_chain
@@ -69,3 +70,27 @@ def test_the_search_ends_with_a_plan_that_suffices():
     found = find_floor(problem, enough_bytes=enough)
     assert floor.bytes < found.bytes <= enough
     assert find_floor(problem, enough_bytes=floor.bytes).bytes == floor.bytes
+
+
+def test_what_a_search_for_the_floor_has_found_is_known():
+    problems = [random_problem(seed) for seed in range(100, 106)]
+    floors = [find_floor(problem) for problem in problems]
+    for problem, floor in zip(problems[-4:], floors[-4:], strict=True):
+        at_floor = problem.with_budget(floor.bytes)
+        plan = known_plan(at_floor)
+        assert plan is not None
+        assert simulate(at_floor, plan.steps).peak_bytes <= floor.bytes
+        assert known_plan(problem.with_budget(floor.bytes - 1)) is None
+    assert known_plan(problems[0].with_budget(floors[0].bytes)) is None  # only the last few are kept
+
+
+def test_the_portfolio_has_a_plan_at_a_floor_that_was_found_though_it_has_no_time(monkeypatch):
+    problem = random_problem(3, ops=60)
+    floor = find_floor(problem)
+    at_floor = problem.with_budget(floor.bytes)
+    walks = []
+    monkeypatch.setattr("solvers.auto.Rematerialiser.solve", lambda *_: walks.append(1))
+    solution = AutoSolver(time_limit_s=0.01).solve(at_floor)
+    assert solution.status.has_plan
+    validate(at_floor, solution)
+    assert not walks
