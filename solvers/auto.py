@@ -35,7 +35,7 @@ _FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
 _MOMENTS_SHARE = 0.25  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
 _MOST_PRUNED = 2  # of the baselines that fit, the fastest
-_WALK_SHARE = 0.5  # of what is left then, where there is no plan yet
+_WALK_SHARE = 0.5  # of what is left then, where there is no plan yet, to find one or to improve one that is known
 _CHAIN_SHARE = 0.6  # of what is left then, for the chain solver
 _AGAIN_SHARE = 0.4  # of what that leaves, for the walk
 _NEIGHBOURHOODS_S = 20.0  # at most, for the neighbourhoods of the best plan
@@ -203,7 +203,8 @@ class AutoSolver:
         best = _fastest([moments, *(pruned(problem, plan, deadline=deadline) for plan in known[:_MOST_PRUNED])])
         found = None if best.status.has_plan else known_plan(problem)
         if found is not None:
-            best = pruned(problem, found, deadline=deadline)
+            until = time.perf_counter() + _WALK_SHARE * max(self._left(start), 0.0)
+            best = pruned(problem, found, deadline=until)
         if not best.status.has_plan:  # soon, under the rules that the floor is looked for with
             walk = Rematerialiser(rules=FLOOR_RULES, time_limit_s=_WALK_SHARE * self._left(start)).solve(problem)
             best = walk if walk.status.has_plan else moments
