@@ -27,8 +27,8 @@ from solvers.state_search import StateSearchSolver
 from solvers.store_all import StoreAllSolver
 from solvers.strategies import BY_HAND
 
-_HOST_SHARE = 0.35  # of the time limit, for plans with copies; plans without come after it
-_PLAIN_SHARE = 0.3  # of what is left then, for these; copies on top of the plans found come after it
+_HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
+_PLAIN_SHARE = 0.5  # of what is left then, for these; copies on top of the plans found come after it
 _FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
 _HOPELESS = 3  # times the added time of the faster one: copies on top of such a plan are not looked for
 _FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
