@@ -148,6 +148,9 @@ def with_host_tier(problem: Problem, capture: Capture, settings: Settings) -> Pr
     if link is None:
         if settings.offload is True:
             raise ValueError(f"offload=True on {capture.device}: state the link, such as link='25GB/s'")
+        logger.warning(
+            "offload='auto' on %s without a link: nothing is copied; state one, such as link='25GB/s'", capture.device
+        )
         return problem
     host = settings.host_bytes
     if host is None:

@@ -367,6 +367,12 @@ def test_offload_on_the_cpu_needs_a_stated_link():
         schedule(make(depth=1), 1, sample_args=(batch(8),), costs="roofline", offload=True)
 
 
+def test_auto_without_a_link_copies_nothing_and_says_so(caplog):
+    model = schedule(make(depth=1), 1, sample_args=(batch(8),), costs="roofline", offload="auto")
+    assert model.plan.link is None
+    assert "state one, such as link='25GB/s'" in caplog.text
+
+
 def test_what_is_added_to_in_place_is_never_copied():
     """Its copy would hold the bytes from before the addition."""
     x = batch(64)
