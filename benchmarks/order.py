@@ -19,10 +19,12 @@ from benchmarks.common import Table, arguments, finish, write_results
 from benchmarks.problems import MODELS, captured_plan, random_layered
 from graphs.order import precedence
 from scheduler import measure_peak, schedule
-from scheduler.ordering import LEAST_SHARE, OrderedStep, in_lower_order, keep_all_peak
+from scheduler.ordering import LEAST_SHARE, OrderedStep, in_lower_order
 from scheduler.replan import replan
 from solvers import AutoSolver, Problem, find_floor
-from solvers.order import least_order_bound, least_peak_order, live_bytes
+from solvers.live import LiveBytes
+from solvers.order import least_order_bound, least_peak_order
+from solvers.store_all import keep_all_peak
 from tests.models import make_heads
 from tests.orders import least_peak_of_all_orders
 from tests.problems import GRAPH_SHAPES, costs_of, graph_of
@@ -88,7 +90,7 @@ def tiny_rows(table: Table, count: int) -> list[str]:
             problem = make(seed)
             known = precedence(graph_of(problem))
             plain = keep_all_peak(problem)
-            found = max(live_bytes(problem, least_peak_order(problem, known)))
+            found = LiveBytes(problem).peak(least_peak_order(problem, known))
             least = least_peak_of_all_orders(problem, known)
             equal += found == least
             improvable += least < plain

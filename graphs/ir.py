@@ -62,6 +62,14 @@ class StorageKind(enum.StrEnum):
         return self in (StorageKind.OUTPUT, StorageKind.GRADIENT)
 
 
+def positions_of(order: Sequence[int]) -> list[int]:
+    """Where each op runs, given for each position the op that runs there."""
+    position = [0] * len(order)
+    for i, op in enumerate(order):
+        position[op] = i
+    return position
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Storage:
     """The bytes behind one tensor and all of its views.
@@ -194,8 +202,7 @@ class TrainingGraph:
         """The same step with its ops in the order in which they were captured. Storages have the same numbers."""
         if not self.order:
             return self
-        position = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return self._permuted(position, ())
+        return self._permuted(positions_of(self.order), ())
 
     def in_order(self, order: Sequence[int]) -> TrainingGraph:
         """The same step with its ops in another order. Storages keep their numbers.
@@ -215,9 +222,7 @@ class TrainingGraph:
         return captured._permuted(order, tuple(order))  # noqa: SLF001 - the same class
 
     def _permuted(self, order: Sequence[int], kept: tuple[int, ...]) -> TrainingGraph:
-        position = [0] * len(order)
-        for i, op in enumerate(order):
-            position[op] = i
+        position = positions_of(order)
         return dataclasses.replace(
             self,
             ops=tuple(dataclasses.replace(self.ops[op], index=i) for i, op in enumerate(order)),

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from graphs.errors import GraphFormatError
-from graphs.ir import StorageKind, TrainingGraph
+from graphs.ir import StorageKind, TrainingGraph, positions_of
 
 if TYPE_CHECKING:
     from graphs.joint import Capture
@@ -78,9 +78,7 @@ def check_order(graph: TrainingGraph, order: Sequence[int]) -> None:
     """
     if sorted(order) != list(range(len(graph.ops))):
         raise GraphFormatError(f"the order of {len(order)} positions is no permutation of {len(graph.ops)} ops")
-    position = [0] * len(order)
-    for i, op in enumerate(order):
-        position[op] = i
+    position = positions_of(order)
     known = precedence(graph)
     for unit, earlier in zip(known.units, known.before, strict=True):
         parted = next((b for a, b in itertools.pairwise(unit) if position[b] != position[a] + 1), None)
@@ -111,7 +109,7 @@ def capture_in_order(capture: Capture, order: Sequence[int]) -> Capture:
     if not order:
         return capture
     check_order(capture.graph, order)
-    position = {op: i for i, op in enumerate(order)}
+    position = positions_of(order)
     return dataclasses.replace(
         capture,
         graph=capture.graph.in_order(order),

@@ -231,9 +231,8 @@ class _Compilation:
             self._check_budget(plan, capture, device)
         if backend.on_planned is not None:
             backend.on_planned(plan)
-        ordered = capture_in_order(capture, plan.graph.order)
         try:
-            lowered = lower(ordered, plan.steps, functools.partial(transfers_of, ordered, plan))
+            self.scheduled = _scheduled(plan, capture)
         except HostMemoryError as error:
             if backend.given is not None:
                 raise
@@ -243,10 +242,8 @@ class _Compilation:
             plan = self._plan(capture, device)
             if backend.on_planned is not None:
                 backend.on_planned(plan)
-            ordered = capture_in_order(capture, plan.graph.order)
-            lowered = lower(ordered, plan.steps)
-        self.scheduled = Scheduled(plan, ordered, lowered)
-        return lowered.forward, lowered.backward
+            self.scheduled = _scheduled(plan, capture)
+        return self.scheduled.lowered.forward, self.scheduled.lowered.backward
 
     def _plan(self, capture: Capture, device: torch.device) -> Plan:
         """Plan a capture, as the whole step or as a piece of one."""
@@ -317,6 +314,17 @@ class _Compilation:
         if self.first_step is not None:
             self.first_step.backward_has_run()
         return self.reach.only_reached(gradients)
+
+
+def _scheduled(plan: Plan, capture: Capture) -> Scheduled:
+    """A captured step, lowered to run as planned.
+
+    Raises:
+        HostMemoryError: the host's memory is refused to the copies of the plan.
+
+    """
+    ordered = capture_in_order(capture, plan.graph.order)
+    return Scheduled(plan, ordered, lower(ordered, plan.steps, functools.partial(transfers_of, ordered, plan)))
 
 
 _T = TypeVar("_T")

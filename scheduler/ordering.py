@@ -18,10 +18,12 @@ from graphs.ir import Costs, TrainingGraph
 from graphs.order import precedence
 from scheduler.units import format_bytes
 from solvers.bounds import FloorBound, floor_lower_bound
+from solvers.live import LiveBytes
 from solvers.offload import offload_floor
-from solvers.order import least_order_bound, least_peak_order, live_bytes
+from solvers.order import least_order_bound, least_peak_order
 from solvers.problem import Problem
 from solvers.solution import Solution
+from solvers.store_all import keep_all_peak
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def in_lower_order(step: OrderedStep, problem: Problem) -> OrderedStep | None:
     if least_order_bound(problem, known) > wanted:
         return None
     order = least_peak_order(problem, known)
-    peak = max(live_bytes(problem, order))
+    peak = LiveBytes(problem).peak(order)
     if peak > wanted:
         return None
     logger.info(
@@ -87,11 +89,6 @@ def in_lower_order(step: OrderedStep, problem: Problem) -> OrderedStep | None:
         *(step.graph.name, format_bytes(peak), format_bytes(plain)),
     )
     return step.in_order(order)
-
-
-def keep_all_peak(problem: Problem) -> int:
-    """Peak of the step that keeps everything, in the order of the problem, static bytes included."""
-    return max(live_bytes(problem, range(len(problem.time_ns))), default=problem.static_bytes)
 
 
 def floor_bound(problem: Problem) -> FloorBound:

@@ -20,14 +20,14 @@ from scheduler import saved
 from scheduler.decisions import Action, Decision, boundary_of, decide
 from scheduler.differences import changed_versions, first_difference
 from scheduler.errors import PlanMismatch
-from scheduler.ordering import OrderedStep, keep_all_peak
+from scheduler.ordering import OrderedStep
 from scheduler.report.host import HostUse, host_use
 from scheduler.report.timeline import Category, Sample, timeline
 from scheduler.units import format_bytes
 from solvers.problem import Problem
 from solvers.simulate import Simulation, simulate
 from solvers.solution import Compute, Free, Offload, Solution, Status, Step
-from solvers.store_all import store_all_steps
+from solvers.store_all import keep_all_peak
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,7 +169,7 @@ class Plan:
     @functools.cached_property
     def keep_all_peak_bytes(self) -> int:
         """Predicted peak of the step that keeps everything, in the plan's order, static bytes included."""
-        return simulate(self.problem, store_all_steps(self.problem)).peak_bytes
+        return keep_all_peak(self.problem)
 
     @functools.cached_property
     def plain_peak_bytes(self) -> int:
@@ -215,7 +215,7 @@ class Plan:
         problem = dataclasses.replace(problem, link=self.link, host_bytes=self.host_bytes, movable=movable)
         if self.budget_bytes is not None:
             return problem
-        return problem.with_budget(simulate(problem, store_all_steps(problem)).peak_bytes)
+        return problem.with_budget(keep_all_peak(problem))
 
     @property
     def steps(self) -> tuple[Step, ...]:

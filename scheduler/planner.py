@@ -29,9 +29,8 @@ from scheduler.runtime.host_pool import Slot
 from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
 from solvers.problem import Problem
-from solvers.simulate import simulate
 from solvers.solution import Solution
-from solvers.store_all import store_all_steps
+from solvers.store_all import keep_all_peak
 from solvers.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ def problem_of(graph: TrainingGraph, costs: Costs, static: Mapping[str, int]) ->
 def budget_of(problem: Problem, capture: Capture, static: Mapping[str, int], settings: Settings) -> int:
     """The budget that the settings stand for, in bytes."""
     if settings.unlimited:
-        return simulate(problem, store_all_steps(problem)).peak_bytes
+        return keep_all_peak(problem)
     if settings.budget_bytes is not None:
         return settings.budget_bytes
     return sum(static.values()) + int(free_bytes(capture.device) * (1 - HEADROOM))

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from scheduler.ordering import SolvedStep, Solver, in_lower_order, keep_all_peak, solve_in_orders
+from scheduler.ordering import SolvedStep, Solver, in_lower_order, solve_in_orders
 from scheduler.plan import Plan
 from scheduler.planner import infeasible
 from scheduler.units import format_bytes
@@ -18,9 +18,8 @@ from solvers.auto import AutoSolver
 from solvers.bounds import Floor, find_floor
 from solvers.offload_floor import find_offload_floor
 from solvers.problem import Problem
-from solvers.simulate import simulate
 from solvers.solution import Solution
-from solvers.store_all import StoreAllSolver, store_all_steps
+from solvers.store_all import StoreAllSolver, keep_all_peak
 from solvers.strategies import BY_HAND
 from solvers.validate import validate
 
@@ -197,11 +196,10 @@ def least_budget(plan: Plan, *, time_limit_s: float = 60.0) -> MinimumBudget:
     lower = in_lower_order(captured, problem)
     orders = [(captured, problem)] if lower is None else [(captured, problem), (lower, lower.problem_like(problem))]
     search = find_offload_floor if problem.has_host_tier else find_floor
-    floors = [search(ordered, time_limit_s=time_limit_s / len(orders)) for _, ordered in orders]
-    best = min(range(len(orders)), key=lambda i: floors[i].bytes)
-    (step, problem), floor = orders[best], floors[best]
-    bound = min((floor.lower_bound for floor in floors), key=lambda bound: bound.bytes)
-    named = orders[[floor.lower_bound for floor in floors].index(bound)][1]
+    searched = [(*ordered, search(ordered[1], time_limit_s=time_limit_s / len(orders))) for ordered in orders]
+    step, problem, floor = min(searched, key=lambda found: found[2].bytes)
+    _, named, weakest = min(searched, key=lambda found: found[2].lower_bound.bytes)
+    bound = weakest.lower_bound
     return MinimumBudget(
         plan=_with_solution(plan, SolvedStep(step, problem.with_budget(floor.bytes), floor.plan)),
         lower_bound_bytes=bound.bytes,
@@ -225,7 +223,7 @@ def spread_budgets(problem: Problem, count: int = DEFAULT_POINTS, *, floor: Floo
     if count < 2:
         raise ValueError(f"a sweep needs at least 2 budgets, and got {count}")
     low = (floor or find_floor(problem)).bytes
-    high = simulate(problem, store_all_steps(problem)).peak_bytes
+    high = keep_all_peak(problem)
     return tuple(low + (high - low) * i // (count - 1) for i in range(count))
 
 
@@ -293,9 +291,10 @@ def _solved(
     """A solution for one budget of a sweep: the next larger one's where it fits, else a new one, else the floor's."""
     if larger is not None and larger.peak_bytes <= budget:
         return dataclasses.replace(larger, solve_seconds=0.0)
-    solution = AutoSolver(time_limit_s=time_limit_s, gap=gap).solve(plan.problem.with_budget(budget))
+    problem = plan.problem.with_budget(budget)
+    solution = AutoSolver(time_limit_s=time_limit_s, gap=gap).solve(problem)
     if solution.status.has_plan:
-        validate(plan.problem.with_budget(budget), solution)
+        validate(problem, solution)
         return solution
     return floor.plan if floor is not None and floor.bytes <= budget else None
 

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from graphs.order import Precedence
+from solvers.live import LiveBytes
 from solvers.problem import Problem
 
 #: Turns of the two directions, from each of them on.
@@ -52,8 +53,8 @@ def least_order_bound(problem: Problem, precedence: Precedence) -> int:
         sum(sizes[s] for s in {*problem.inputs[op], *problem.outputs[op]}) + problem.workspace_bytes[op]
         for op in range(len(problem.time_ns))
     ]
-    live = live_bytes(problem, range(len(alone)))
-    candidates = {live.index(max(live)), min(problem.forward_ops, len(alone) - 1)} if live else ()
+    live = LiveBytes(problem).during(range(len(alone)))
+    candidates = {int(live.argmax()), min(problem.forward_ops, len(alone) - 1)} if alone else ()
     return problem.static_bytes + max(
         max(alone, default=0),
         sum(sizes[s] for s in problem.live_at_end),
@@ -83,20 +84,6 @@ def _reached(unit: int, edges: Sequence[Sequence[int]]) -> set[int]:
                 reached.add(other)
                 pending.append(other)
     return reached
-
-
-def live_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Bytes live at each position of an order while everything is kept, static ones included."""
-    left = [len(readers) for readers in problem.readers]
-    sizes, pinned = problem.storage_bytes, problem.live_at_end
-    live, found = problem.static_bytes, []
-    for op in order:
-        live += sum(sizes[s] for s in problem.outputs[op])
-        found.append(live + problem.workspace_bytes[op])
-        for s in problem.inputs[op]:
-            left[s] -= 1
-        live -= sum(sizes[s] for s in (*problem.inputs[op], *problem.outputs[op]) if not left[s] and s not in pinned)
-    return found
 
 
 def least_peak_order(problem: Problem, precedence: Precedence) -> Order:
@@ -132,6 +119,7 @@ class _Lists:
 
     def __init__(self, problem: Problem, precedence: Precedence) -> None:
         self.problem = problem
+        self.live = LiveBytes(problem)
         self.units = precedence.units
         self.before, self.after = precedence.before, precedence.after
         self.touched = [
@@ -148,8 +136,8 @@ class _Lists:
 
     def rank(self, order: Order) -> tuple[int, int, int]:
         """By which orders are compared: peak, live bytes summed over ops, units that moved."""
-        live = live_bytes(self.problem, self.ops(order))
-        return max(live, default=0), sum(live), sum(i != unit for i, unit in enumerate(order))
+        live = self.live.during(self.ops(order))
+        return int(live.max(initial=0)), int(live.sum()), sum(i != unit for i, unit in enumerate(order))
 
     def scheduled(self, order: Order, most: float, *, backwards: bool) -> Order:
         """The list schedule by deltas, greater ones than ``most`` alike, that falls back on the given order.

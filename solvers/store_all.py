@@ -15,6 +15,11 @@ def store_all_steps(problem: Problem) -> tuple[Step, ...]:
     return with_frees(problem, range(len(problem.time_ns)))
 
 
+def keep_all_peak(problem: Problem) -> int:
+    """Peak of the step that keeps everything, in the order of the problem, static bytes included."""
+    return simulate(problem, store_all_steps(problem)).peak_bytes
+
+
 def keep_all_peak_op(problem: Problem) -> int:
     """The op during whose execution most bytes are live when everything is kept; the first of several."""
     steps = store_all_steps(problem)

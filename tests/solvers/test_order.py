@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from graphs.order import check_order, precedence
 from solvers.auto import AutoSolver
 from solvers.brute_force import BruteForceSolver
-from solvers.order import least_order_bound, least_peak_order, live_bytes
+from solvers.live import LiveBytes
+from solvers.order import least_order_bound, least_peak_order
 from solvers.problem import Problem
 from solvers.rematerialise import Rematerialiser
 from solvers.simulate import simulate
@@ -20,6 +21,11 @@ from solvers.store_all import store_all_steps
 from solvers.validate import validate
 from tests.orders import least_peak_of_all_orders, reordered
 from tests.problems import graph_of, keep_all_peak, least_demand, problems, random_problem
+
+
+def live_bytes(problem, order):
+    """Bytes live at each position of an order while everything is kept, static ones included."""
+    return (problem.static_bytes + LiveBytes(problem).during(order)).tolist()
 
 
 @settings(max_examples=60, deadline=None)
