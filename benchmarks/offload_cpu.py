@@ -37,7 +37,7 @@ EQUAL_STEPS = 3
 
 
 def main() -> None:
-    options = arguments(__doc__, layers=12, width=128, batch=16, tokens=128, rounds=9)
+    options = arguments(__doc__, layers=12, width=384, batch=16, tokens=128, rounds=7)
     plain = make_model(options)
     batch = make_batch(options)
     whole = plan(plain, None, kwargs=batch, costs="profiled", never_recompute=NEVER_AGAIN)
