@@ -41,14 +41,16 @@ def add_gradients_in_place(backward: Sequence[fx.Node]) -> frozenset[fx.Node]:
         The nodes of the kernels whose results are added to.
 
     """
-    inside = frozenset(backward)
+    position = {node: i for i, node in enumerate(backward)}
     kernels: set[fx.Node] = set()
     for node in backward:
         if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
-        for operand in node.args:
-            kernel = _kernel_behind(operand) if isinstance(operand, fx.Node) else None
-            if kernel is None or kernel not in inside or not _may_take(node, operand, kernel):
+        kernels_of = {o: _kernel_behind(o) for o in node.args if isinstance(o, fx.Node)}
+        latest = sorted(kernels_of, key=lambda o: position.get(kernels_of[o], -1), reverse=True)
+        for operand in latest:
+            kernel = kernels_of[operand]
+            if kernel is None or kernel not in position or not _may_take(node, operand, kernel):
                 continue
             other = node.args[1] if operand is node.args[0] else node.args[0]
             node.target = torch.ops.aten.add_.Tensor

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphs import recomputability
-from graphs._torch import OpOverload, schema_of, storage_identity
+from graphs._torch import storage_identity
 
 
 def insert_snapshots(
@@ -25,7 +25,7 @@ def insert_snapshots(
     overwritten: set[fx.Node] = set()
     graph = joint.graph
     for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
-        writers = [u for u in placeholder.users if _writes_to(u, placeholder)]
+        writers = [u for u in placeholder.users if placeholder in recomputability.written_by(u)]
         if not writers and not _is_written_outside(joint, placeholder, forward_outputs):
             continue
         overwritten.add(placeholder)
@@ -70,19 +70,6 @@ def _is_written_outside(joint: fx.GraphModule, placeholder: fx.Node, forward_out
         return False
     for description in (joint.graph.output_node().meta.get("desc") or ())[: len(forward_outputs)]:
         if getattr(description, "mutated_input", None) == described:
-            return True
-    return False
-
-
-def _writes_to(node: fx.Node, placeholder: fx.Node) -> bool:
-    """Whether a node mutates this placeholder through an argument that its schema marks as written."""
-    if not recomputability.is_mutating(node):
-        return False
-    assert isinstance(node.target, OpOverload)
-    schema = schema_of(node.target)
-    for position, argument in enumerate(schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if value is placeholder and argument.alias_info is not None and argument.alias_info.is_write:
             return True
     return False
 

@@ -48,7 +48,7 @@ def pin_what_changes(
         _pin(storages, ops[op].outputs, "a snapshot of what the step overwrites")
     for node in nodes:
         if node is not None and recomputability.is_mutating(node):
-            touched = [storage_of[n] for n in (node, *node.all_input_nodes) if n in storage_of]
+            touched = [storage_of[n] for n in (node, *recomputability.written_by(node)) if n in storage_of]
             _pin(storages, touched, "written to again after it is made")
 
 

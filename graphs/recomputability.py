@@ -7,8 +7,11 @@ not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphs._torch import OpOverload, schema_of
 
@@ -59,6 +62,18 @@ def is_mutating(node: fx.Node) -> bool:
     """Whether the op writes to one of its arguments."""
     target = node.target
     return isinstance(target, OpOverload) and schema_of(target).is_mutable
+
+
+def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments that the schema of an op marks as written, in order; none where nothing is known of it."""
+    if not is_mutating(node):
+        return ()
+    assert isinstance(node.target, OpOverload)
+    written: list[Any] = []
+    for position, argument in enumerate(schema_of(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
+    return tuple(leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
 
 
 def names_of(node: fx.Node) -> tuple[str, ...]:

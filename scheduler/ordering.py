@@ -17,9 +17,8 @@ from typing import Final, NamedTuple, Protocol
 from graphs.ir import Costs, TrainingGraph
 from graphs.order import precedence
 from scheduler.units import format_bytes
-from solvers.bounds import FloorBound, floor_lower_bound
+from solvers.bounds import floor_lower_bound
 from solvers.live import LiveBytes
-from solvers.offload import offload_floor
 from solvers.order import least_order_bound, least_peak_order
 from solvers.problem import Problem
 from solvers.solution import Solution
@@ -91,11 +90,6 @@ def in_lower_order(step: OrderedStep, problem: Problem) -> OrderedStep | None:
     return step.in_order(order)
 
 
-def floor_bound(problem: Problem) -> FloorBound:
-    """What no schedule of the problem, with the copies that it allows, can go below."""
-    return offload_floor(problem) if problem.has_host_tier else floor_lower_bound(problem)
-
-
 def solve_in_orders(step: OrderedStep, problem: Problem, solver: Callable[[float], Solver]) -> SolvedStep:
     """Solve a step in the order of its capture, and in another where that may be faster.
 
@@ -120,5 +114,5 @@ def solve_in_orders(step: OrderedStep, problem: Problem, solver: Callable[[float
     if planned:
         return min(planned, key=lambda found: found.solution.step_time_ns)
     least = min(both, key=lambda found: (found.solution.floor_bytes is None, found.solution.floor_bytes))
-    bounds = [found.solution.floor_lower_bound_bytes or floor_bound(found.problem).bytes for found in both]
+    bounds = [found.solution.floor_lower_bound_bytes or floor_lower_bound(found.problem).bytes for found in both]
     return least._replace(solution=dataclasses.replace(least.solution, floor_lower_bound_bytes=min(bounds)))

@@ -22,12 +22,13 @@ from graphs.links import Link
 from scheduler.blame import blame
 from scheduler.errors import Infeasible
 from scheduler.memory import free_bytes
-from scheduler.ordering import OrderedStep, Solver, floor_bound, solve_in_orders
+from scheduler.ordering import OrderedStep, Solver, solve_in_orders
 from scheduler.plan import Plan
 from scheduler.progress import quiet_progress
 from scheduler.runtime.host_pool import Slot
 from scheduler.runtime.transfers import CudaTransfers, ThreadTransfers, Transfers
 from solvers.auto import AutoSolver
+from solvers.bounds import floor_lower_bound
 from solvers.problem import Problem
 from solvers.solution import Solution
 from solvers.store_all import keep_all_peak
@@ -238,7 +239,7 @@ def solver_of(settings: Settings, share: float = 1.0) -> Solver:
 
 def infeasible(problem: Problem, solution: Solution, graph: TrainingGraph) -> Infeasible:
     """The error that says how much a step needs at least, which op binds, and which constraints of the user's do."""
-    bound = floor_bound(problem)
+    bound = floor_lower_bound(problem)
     blamed = blame(problem, graph)
     detail = "" if solution.floor_bytes is not None else solution.message
     return Infeasible(

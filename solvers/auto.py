@@ -1,13 +1,14 @@
 """The portfolio that plans a training step: keep all where it fits, else moments, else baselines, chain and walk.
 
 What gap they leave, the large-neighbourhood search around the best of their plans narrows in the time that is left.
-With a host tier, plans with copies are looked for first, then plans without, and then ones that copy what these
-recompute.
+With a host tier, plans with copies are looked for first, then plans without, then ones that recompute down to a larger
+budget and page the rest, and at last copies on top of the best of these.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from solvers.baselines import BASELINES
@@ -19,19 +20,26 @@ from solvers.lns import NeighbourhoodSearch
 from solvers.moments import MomentsSolver
 from solvers.offload import OffloadSolver
 from solvers.offload_floor import lower_with_copies
+from solvers.paging import paged, touched_only
 from solvers.problem import Problem
 from solvers.prune import pruned
 from solvers.rematerialise import Rematerialiser
+from solvers.simulate import compute_order
 from solvers.solution import Solution, Status
 from solvers.state_search import StateSearchSolver
-from solvers.store_all import StoreAllSolver
+from solvers.store_all import StoreAllSolver, keep_all_peak
 from solvers.strategies import BY_HAND
 
-_HOST_SHARE = 0.5  # of the time limit, for plans with copies; plans without come after it
-_PLAIN_SHARE = 0.5  # of what is left then, for these; copies on top of the plans found come after it
+_HOST_SHARE = 0.4  # of the time limit, for plans with copies; plans without come after it
+_PLAIN_SHARE = 0.5  # of what is left then, for these
+_PAGED_SHARE = 0.5  # of what is left then, for plans that page; copies on top of the plans found come after it
+_PAGED_BUDGETS = (0.0, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)  # from the least to keep-all
+_FIRST_PAGED = 7  # of these, the first tried
+_PAGED_GAP = 0.01  # of the plans whose excess is paged, at least
+_PAGED_SOLVES = 4  # of them have time to run to their limit
 _FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
 _HOPELESS = 3  # times the added time of the faster one: copies on top of such a plan are not looked for
-_FLOOR_S = 20.0  # for the least budget with copies, where there is no plan
+_FLOOR_S = 30.0  # for the least budget with copies, where there is no plan
 _MOMENTS_SHARE = 0.25  # of the time limit; other solvers come after it
 _FAMILY_SHARE = 0.3  # of what is left then, for each published family
 _MOST_PRUNED = 2  # of the baselines that fit, the fastest
@@ -136,8 +144,9 @@ class AutoSolver:
             search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
             best = search.solve(problem, best if best.status.has_plan else None)
             bound = max(bound, best.lower_bound_ns)
-        elif best.status.has_plan:
-            best = self._copied(problem, [moved, plain], bound, start)
+        elif not self._within(best, bound):
+            plans = [moved, plain, *self._paged(problem, plain, start)]
+            best = self._copied(problem, plans, bound, start) if _fastest(plans).status.has_plan else best
         if not best.status.has_plan:
             best = self._below_the_floor(problem, best, plain, start)
         if not best.status.has_plan:
@@ -148,6 +157,35 @@ class AutoSolver:
             lower_bound_ns=min(bound, best.step_time_ns),
             solve_seconds=time.perf_counter() - start,
         )
+
+    def _paged(self, problem: Problem, plain: Solution, start: float) -> list[Solution]:
+        """The fastest plan that pages what another plan without copies holds, if there is any.
+
+        The others keep everything, recompute what fits the budget if what may leave takes memory only while it is
+        touched, or fit a larger budget without copies: from one of those on the search goes where plans get faster.
+        """
+        ample, least = keep_all_peak(problem), max(problem.budget_bytes, plain.floor_bytes or 0)
+        limit_s = max(_PAGED_SHARE * self._left(start) / _PAGED_SOLVES, 0.5)
+        deadline = time.perf_counter() + _PAGED_SOLVES * limit_s
+        solver = MomentsSolver(time_limit_s=limit_s, gap=max(self.gap, _PAGED_GAP))
+
+        def page(budgeted: Problem) -> Solution | None:
+            recomputing = solver.solve(budgeted)
+            return paged(problem, compute_order(recomputing.steps)) if recomputing.status.has_plan else None
+
+        plans = [paged(problem, range(len(problem.time_ns)))]
+        if floor_lower_bound(problem).bytes <= problem.budget_bytes:
+            plans.append(page(touched_only(problem)))
+        tried: dict[int, Solution | None] = {}
+        pending = [_FIRST_PAGED]
+        while pending and time.perf_counter() < deadline:
+            index = pending.pop(0)
+            budget = int(least + _PAGED_BUDGETS[index] * (ample - least))
+            tried[index] = page(problem.with_link(None, 0).with_budget(budget))
+            fastest = min(tried, key=lambda i: _time_of(tried[i]))
+            pending = [i for i in (fastest - 1, fastest + 1) if i not in tried and 0 <= i < len(_PAGED_BUDGETS)]
+        found = [plan for plan in (*plans, *tried.values()) if plan is not None]
+        return [_fastest(found)] if found else []
 
     def _copied(self, problem: Problem, plans: list[Solution], bound_ns: int, start: float) -> Solution:
         """The fastest plan after copies on top of each, the fastest first."""
@@ -170,7 +208,9 @@ class AutoSolver:
         """
         assert plain.floor_bytes is not None
         is_proven = moved.status is Status.INFEASIBLE
-        plan, lower = lower_with_copies(problem, plain.floor_bytes, time_limit_s=_FLOOR_S)
+        alone = problem.with_link(None, 0).with_budget(plain.floor_bytes)
+        known = known_plan(alone) or find_floor(alone, enough_bytes=plain.floor_bytes).plan
+        plan, lower = lower_with_copies(problem, known, time_limit_s=_FLOOR_S)
         if plan is not None and plan.peak_bytes <= problem.budget_bytes:
             return plan
         least = plain.floor_bytes if plan is None else plan.peak_bytes
@@ -253,6 +293,11 @@ class AutoSolver:
             floor_bytes=floor.bytes,
             floor_lower_bound_bytes=floor.lower_bound.bytes,
         )
+
+
+def _time_of(plan: Solution | None) -> float:
+    """Step time, infinite without a plan."""
+    return math.inf if plan is None else plan.step_time_ns
 
 
 def _fastest(solutions: list[Solution]) -> Solution:

@@ -46,16 +46,17 @@ class FloorBound:
 def floor_lower_bound(problem: Problem) -> FloorBound:
     """Most bytes that must be live while some op first executes, in every schedule.
 
-    These are the static bytes, the op's inputs, outputs and workspace, and the storages made before it by ops that may
-    not be recomputed which a later op reads when it first executes or which must be live at the end: once dropped they
-    never come back. All storages that live to the end count together for the last op.
+    These are the static bytes, the op's inputs, outputs and workspace, and the storages made before it that cannot be
+    dropped, which a later op reads when it first executes or which must be live at the end. Those are what ops make
+    that may not be recomputed, unless it may be copied to the host. All storages that live to the end count together
+    for the last op.
     """
     ops = len(problem.time_ns)
     if not ops:
         return FloorBound(problem.static_bytes, 0)
     change = [0] * (ops + 1)  # of the bytes that cannot be dropped, before each op
     for s, made in enumerate(problem.producer):
-        if not problem.recomputable[made]:
+        if not _droppable(problem, s):
             last = ops - 1 if s in problem.live_at_end else max(problem.readers[s], default=made)
             change[made + 1] += problem.storage_bytes[s]
             change[last + 1] -= problem.storage_bytes[s]
@@ -73,8 +74,8 @@ def floor_lower_bound(problem: Problem) -> FloorBound:
 
 
 def _droppable(problem: Problem, storage: int) -> bool:
-    """Whether a storage can be produced again."""
-    return problem.recomputable[problem.producer[storage]]
+    """Whether a storage can be produced again, or come back from the host."""
+    return problem.recomputable[problem.producer[storage]] or problem.may_offload(storage)
 
 
 @dataclasses.dataclass(frozen=True)

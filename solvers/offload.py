@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from solvers.bounds import FloorBound
-from solvers.copies_alone import copies_alone
+from solvers.bounds import floor_lower_bound
 from solvers.extract_offload import overlapped_steps
 from solvers.moments_model import Decisions
 from solvers.moments_search import MomentsSearch, spaced, violations
 from solvers.offload_model import OffloadModel
+from solvers.paging import paged
 from solvers.problem import Problem
 from solvers.solution import Compute, Free, Offload, Prefetch, Solution, Status
 from solvers.store_all import StoreAllSolver, keep_all_peak_op
@@ -28,7 +28,7 @@ class OffloadSolver:
     A model is solved for the peak of the keep-all schedule, :mod:`solvers.extract_offload` turns its decisions into
     steps, and the simulator says where these exceed the budget: the first executions that do become moments too. Where
     only rebuilding or copies do, or the steps stall, the capacity of the model is reduced a little. Where none of its
-    plans fits, :mod:`solvers.copies_alone` has one more.
+    plans fits, :mod:`solvers.paging` may have one that recomputes nothing.
 
     Its lower bound is valid for every schedule that first executes the ops in the given order, whatever it recomputes
     and copies. Deterministic as long as the time limit is not hit.
@@ -73,7 +73,7 @@ class _Search(MomentsSearch):
         keep_all = StoreAllSolver().solve(problem)
         if keep_all.status is Status.OPTIMAL:
             return dataclasses.replace(keep_all, solver="offload")
-        lower = offload_floor(problem)
+        lower = floor_lower_bound(problem)
         if lower.bytes > problem.budget_bytes:
             return self.infeasible((lower.op,))
         moments: tuple[int, ...] = (keep_all_peak_op(problem),)
@@ -95,13 +95,14 @@ class _Search(MomentsSearch):
                 capacity -= max(excess // 2, int(_ROOM_SHARE * problem.capacity_bytes), 1)
                 if capacity <= 0:
                     break
-        return self._with_copies_alone()
+        return self._or_paged()
 
-    def _with_copies_alone(self) -> Solution:
-        """The answer; where no plan was found, that of the fastest one that recomputes nothing."""
+    def _or_paged(self) -> Solution:
+        """The answer; where no plan was found, the one that recomputes nothing and pages."""
         if self.best is None:
-            for steps in copies_alone(self.problem):
-                self.offer(steps)
+            found = paged(self.problem, range(len(self.problem.time_ns)))
+            if found is not None:
+                self.offer(found.steps)
         return self.solution()
 
     def _consider(self, decisions: Decisions) -> tuple[int, list[int]]:
@@ -118,14 +119,3 @@ class _Search(MomentsSearch):
         violated = violations(problem, steps, simulation.live_bytes, kinds=(Compute, Free, Offload, Prefetch))
         return max(0, simulation.peak_bytes - problem.budget_bytes), [op for _, op in violated]
 
-
-def offload_floor(problem: Problem) -> FloorBound:
-    """Most bytes that must be live while some op first executes, or at the end, whatever is copied to the host."""
-    final = sum(problem.storage_bytes[s] for s in problem.live_at_end)
-    best = FloorBound(problem.static_bytes + final, max(len(problem.time_ns) - 1, 0))
-    for op, workspace in enumerate(problem.workspace_bytes):
-        touched = (*problem.inputs[op], *problem.outputs[op])
-        demand = problem.static_bytes + workspace + sum(problem.storage_bytes[s] for s in touched)
-        if demand > best.bytes:
-            best = FloorBound(demand, op)
-    return best

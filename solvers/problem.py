@@ -117,16 +117,14 @@ class Problem:
 
     @classmethod
     def movable_of(cls, graph: TrainingGraph) -> frozenset[int]:
-        """The storages of a graph's problem that may be copied to the host: activations that the forward makes.
+        """The storages of a graph's problem that may be copied to the host: activations that are not pinned.
 
-        What the backward makes may be added to in place after it was copied; what is pinned may not leave.
+        What is written to again after it is made is pinned, since the copy would not have what is written.
         """
         return frozenset(
             i
             for i, s in enumerate(cls.graph_storages(graph))
-            if graph.storages[s].kind is StorageKind.ACTIVATION
-            and not graph.storages[s].pinned
-            and _in_forward(graph, s)
+            if graph.storages[s].kind is StorageKind.ACTIVATION and not graph.storages[s].pinned
         )
 
     @classmethod
@@ -213,9 +211,3 @@ class Problem:
         name = self.op_names[op] if self.op_names else f"op {op}"
         module = self.op_modules[op] if self.op_modules else ""
         return f"{name} in {module}" if module else name
-
-
-def _in_forward(graph: TrainingGraph, storage: int) -> bool:
-    """Whether a forward op makes a storage."""
-    producer = graph.storages[storage].producer
-    return producer is not None and producer < graph.forward_ops

@@ -12,7 +12,6 @@ from solvers.auto import AutoSolver
 from solvers.bounds import find_floor
 from solvers.brute_force import BruteForceSolver
 from solvers.brute_force_offload import OffloadBruteForceSolver
-from solvers.copies_alone import copies_alone
 from solvers.host_search import HostSearchSolver
 from solvers.offload import OffloadSolver
 from solvers.offload_floor import find_offload_floor
@@ -254,25 +253,3 @@ def test_the_floor_with_copies_is_lower_where_nothing_may_run_again():
     assert (below.floor_bytes, below.floor_without_copies_bytes) == (floor.bytes, plain.bytes)
     assert below.floor_lower_bound_bytes == floor.lower_bound.bytes
     assert f"with copies a plan exists from {floor.bytes} bytes on, without them from {plain.bytes}" in below.message
-
-
-def test_copies_alone_fit_with_ever_fewer_copies():
-    """A chain with a backward that reads all of it in reverse, none of which may run again."""
-    n, half = 24, 12
-    inputs = [(), *((i - 1,) for i in range(1, half)), (half - 1,)]
-    inputs += [tuple(sorted((half + i - 1, half - 1 - i))) for i in range(1, half)]
-    whole = Problem.from_single_outputs((10,) * n, (10,) * half + (1,) * half, inputs, 60)
-    problem = dataclasses.replace(
-        whole, recomputable=(False,) * n, link=Link(1e12, 1e12, latency_ns=0, least_bytes=1), host_bytes=10**6
-    )
-    plans = list(copies_alone(problem))
-    counts = [sum(isinstance(step, Offload) for step in steps) for steps in plans]
-    assert len(counts) > 1
-    assert counts == sorted(counts, reverse=True)
-    for steps in plans:
-        validate(problem, solution(problem, steps))
-    assert simulate(problem, plans[-1]).peak_bytes > problem.budget_bytes - 10  # one fewer would not have fitted
-    assert list(copies_alone(problem.with_budget(15))) == []
-    solver = OffloadSolver(max_rounds=0)
-    assert solver.solve(problem).status.has_plan
-    assert not solver.solve(problem.with_link(dataclasses.replace(LINK, least_bytes=11), 10**6)).status.has_plan
