@@ -46,16 +46,14 @@ def add_gradients_in_place(backward: Sequence[fx.Node]) -> frozenset[fx.Node]:
     for node in backward:
         if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
-        kernels_of = {o: _kernel_behind(o) for o in node.args if isinstance(o, fx.Node)}
-        latest = sorted(kernels_of, key=lambda o: position.get(kernels_of[o], -1), reverse=True)
-        for operand in latest:
-            kernel = kernels_of[operand]
-            if kernel is None or kernel not in position or not _may_take(node, operand, kernel):
+        operands = [o for o in node.args if isinstance(o, fx.Node)]
+        kernel_of = {o: kernel for o in operands if (kernel := _kernel_behind(o)) in position}
+        for operand, kernel in sorted(kernel_of.items(), key=lambda item: -position[item[1]]):
+            if not _may_take(node, operand, kernel):
                 continue
             other = node.args[1] if operand is node.args[0] else node.args[0]
             node.target = torch.ops.aten.add_.Tensor
             node.args = (operand, other)
-            assert isinstance(operand, fx.Node)
             moved_from = storage_identity(node.meta["val"])
             node.meta["val"] = operand.meta["val"]
             move_views(node, moved_from)

@@ -118,4 +118,3 @@ class _Search(MomentsSearch):
         )
         violated = violations(problem, steps, simulation.live_bytes, kinds=(Compute, Free, Offload, Prefetch))
         return max(0, simulation.peak_bytes - problem.budget_bytes), [op for _, op in violated]
-

@@ -41,6 +41,22 @@ def test_the_sum_allocates_nothing_and_what_it_adds_to_runs_once():
         assert any(not graph.ops[graph.storages[i].producer].recomputable for i in op.inputs)
 
 
+def test_the_operand_made_last_takes_the_sum_and_only_that_is_pinned():
+    graph = capture_of(Tied(), tokens()).graph
+    chosen = 0
+    for op in (o for o in graph.ops if o.target == "aten.add_.Tensor"):
+        made = sorted((i for i in op.inputs if graph.storages[i].producer is not None), key=_producer_in(graph))
+        assert graph.storages[made[-1]].pinned == "written to again after it is made"
+        if len(made) == 2 and not graph.storages[made[0]].pinned:
+            assert graph.ops[graph.storages[made[0]].producer].recomputable
+            chosen += 1
+    assert chosen
+
+
+def _producer_in(graph):
+    return lambda i: graph.storages[i].producer
+
+
 def test_views_of_a_sum_are_no_ops():
     graph = capture_of(Tied(), tokens()).graph
     assert not [

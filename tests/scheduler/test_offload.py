@@ -13,7 +13,7 @@ from torch import nn
 from graphs.links import Link
 from scheduler import Infeasible, Plan, graphs_of, measure_peak, minimum_budget, plan, schedule, unschedule
 from scheduler.runtime.host_pool import HostMemoryError, HostPool
-from scheduler.runtime.transfers import CudaTransfers, TransferError
+from scheduler.runtime.transfers import OFFLOAD, CudaTransfers, TransferError
 from solvers.solution import Offload, Prefetch
 from tests.scheduler.copies import delay, fail_copies, refuse_memory, simulate_cuda, transfers_behind
 from tests.scheduler.stepping import same, step
@@ -101,6 +101,26 @@ def test_a_fifth_below_what_recomputation_alone_can_do_with(device):
         assert same(step(plain, x, seed), step(model, x, seed))
     model.zero_grad()
     assert measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes <= budget
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_below_what_any_recomputation_can_do_with(device):
+    """Everything may run again; what the backward makes leaves too."""
+    x = batch(device=device)
+    plain = make(device, depth=2)
+    options = {"costs": "roofline", "time_limit_s": 4}
+    alone = minimum_budget(plain, (x,), **options)
+    found = minimum_budget(plain, (x,), offload=True, link=FAST, **options)
+    assert found.lower_bound_bytes <= found.bytes < 0.97 * alone.bytes
+    model = schedule(copy.deepcopy(plain), f"{found.bytes}B", sample_args=(x,), offload=True, link=FAST, **options)
+    for seed in range(2):
+        assert same(step(plain, x, seed), step(model, x, seed))
+    model.zero_grad()
+    peak = measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes
+    assert peak <= found.bytes
+    assert peak == pytest.approx(model.plan.peak_bytes, rel=0.01)
+    backward = graphs_of(model)[1].graph
+    assert any(n.target is OFFLOAD for n in backward.nodes)
 
 
 def test_a_budget_that_is_too_small_names_the_floors_with_copies_and_without():

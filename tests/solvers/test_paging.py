@@ -1,4 +1,4 @@
-"""Demand paging: plans of least memory for an order, the bound that goes with them, and what the portfolio makes of it."""
+"""Demand paging: plans of least memory for an order, the bound that goes with them, and what the portfolio makes."""
 
 import dataclasses
 import random
