@@ -260,6 +260,7 @@ def minimum_budget(
     *,
     device: str | DeviceSpec | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     time_limit_s: float = 60.0,
     costs: str | Costs = "roofline",
     keep: Sequence[str] = (),
@@ -280,6 +281,7 @@ def minimum_budget(
         kwargs: keyword arguments of a step.
         device: as in :func:`plan`.
         optimizer: counted with its state.
+        loss_fn: as in :func:`plan`.
         time_limit_s: bound on the search, in seconds.
         costs: as in :func:`plan`.
         keep: as in :func:`schedule`.
@@ -303,6 +305,7 @@ def minimum_budget(
         kwargs,
         device=device,
         optimizer=optimizer,
+        loss_fn=loss_fn,
         costs=costs,
         keep=keep,
         never_recompute=never_recompute,

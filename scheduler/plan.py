@@ -279,7 +279,7 @@ class Plan:
             made = f" It was made with {changes}." if changes else ""
             raise PlanMismatch(
                 f"the plan was made for another training step: {first_difference(planned, graph)}. "
-                "Plan again, or run it with the model, batch shapes, dtypes and torch version it was made for."
+                "Plan again, or run it with the model, loss_fn, batch shapes, dtypes and torch version it was made for."
                 f"{made}"
             )
         moved = {step.storage for step in self.graph_steps if isinstance(step, Offload)}

@@ -147,5 +147,9 @@ def load_plan(path: pathlib.Path) -> Plan:
     """
     try:
         return Plan.load(path)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(
+            f"there is no file {path}: 'checkpoint-scheduler plan ... -o FILE' saves a plan"
+        ) from error
     except (OSError, PlanFormatError) as error:
         raise typer.BadParameter(str(error)) from error

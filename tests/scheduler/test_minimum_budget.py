@@ -54,3 +54,15 @@ def test_errors_are_those_of_plan():
 
     with pytest.raises(CaptureError):
         minimum_budget(Breaks(), (torch.ones(2, 4),))
+
+
+def test_the_loss_outside_of_the_module_counts():
+    model, x, target = nn.Linear(8, 4000), torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    loss_fn = nn.functional.cross_entropy
+    alone = minimum_budget(model, (x,))
+    found = minimum_budget(model, (x,), {"loss_args": (target,)}, loss_fn=loss_fn)
+    assert (
+        found.plan.keep_all_peak_bytes
+        == plan(model, None, (x,), {"loss_args": (target,)}, loss_fn=loss_fn).keep_all_peak_bytes
+    )
+    assert found.bytes > alone.bytes

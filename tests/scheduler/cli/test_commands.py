@@ -125,7 +125,7 @@ def test_plan_of_a_hugging_face_config(tmp_path):
         (("plan", "--hf", "GPT2Config", "--seq", "2048", "--budget", "1GB"), "allows 1024 tokens"),
         (("plan", STEP, "--budget", "1GB", "--host-budget", "1GB"), "give --link with it"),
         (("plan", STEP, "--budget", "1GB", "--link", "25"), "25"),
-        (("show", "absent.json"), "No such file"),
+        (("show", "absent.json"), "there is no file"),
         (("policy", "--layers", 2, "--hidden", 100, "--heads", 3, "--seq", 8, "--memory", "1GB"), "do not divide"),
     ],
 )
