@@ -144,7 +144,7 @@ class AutoSolver:
             search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
             best = search.solve(problem, best if best.status.has_plan else None)
             bound = max(bound, best.lower_bound_ns)
-        elif not self._within(best, bound):
+        elif moved.status is not Status.INFEASIBLE and not self._within(best, bound):
             plans = [moved, plain, *self._paged(problem, plain, start)]
             best = self._copied(problem, plans, bound, start) if _fastest(plans).status.has_plan else best
         if not best.status.has_plan:
