@@ -161,9 +161,10 @@ def test_a_storage_goes_once_and_what_is_there_anyway_stays():
     assert labels == []
 
 
-def test_backward_twice_and_gradients_of_gradients():
-    x = batch(64)
-    plain = make()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_backward_twice_and_gradients_of_gradients(device):
+    x = batch(64, device)
+    plain = make(device)
     model = copy.deepcopy(plain)
     offloaded(model)
     results = []
@@ -243,9 +244,10 @@ def test_two_forwards_before_their_backwards(device):
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
-def test_two_models_share_no_buffers():
-    x = batch()
-    plain = make()
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_two_models_share_no_buffers(device):
+    x = batch(device=device)
+    plain = make(device)
     one, other = copy.deepcopy(plain), copy.deepcopy(plain)
     first, second = offloaded(one), offloaded(other)
     loss, expected = other(x), step(plain, x, 0)
