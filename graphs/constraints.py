@@ -42,9 +42,10 @@ class Constraints:
         kinds = _RUN_ONCE if forward else ("never_recompute",)
         return " and ".join(self._matching(kinds, names, module_path))
 
-    def why_here(self, names: Sequence[str], module_path: str) -> str:
-        """Why what a forward op of these names makes must not be copied to the host, or ``""``."""
-        return " and ".join(self._matching(_STAY, names, module_path))
+    def why_here(self, names: Sequence[str], module_path: str, *, forward: bool) -> str:
+        """Why what an op of these names makes must not be copied to the host, or ``""``."""
+        kinds = _STAY if forward else ("never_offload",)
+        return " and ".join(self._matching(kinds, names, module_path))
 
     def labels(self) -> tuple[str, ...]:
         """Every pattern, as messages name it."""

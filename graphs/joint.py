@@ -258,7 +258,7 @@ class _Builder:
         reason = recomputability.reason_not_recomputable(node) or self.constraints.why_once(
             names, path, forward=is_forward
         )
-        pinned = self.constraints.why_here(names, path) if is_forward else ""
+        pinned = self.constraints.why_here(names, path, forward=is_forward)
         if node in self.added_to:
             reason = "another gradient is added to its result"
         if node in snapshot_nodes:

@@ -25,7 +25,7 @@ from graphs.errors import CaptureError, CheckpointSchedulerError
 from scheduler import _torch
 from scheduler.backend import Backend, Scheduled, forget_traced_values
 from scheduler.first_step import end_measurements
-from scheduler.loss import ExternalLoss
+from scheduler.loss import ExternalLoss, check_none_given
 from scheduler.memory import tensors_in
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
@@ -200,7 +200,9 @@ class Attachment:
         """
         if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and _torch.is_traced_here()):
             return self._plain(*args, **kwargs) if self.loss is None else self.loss.plain(self._plain, args, kwargs)
-        if self.loss is not None:
+        if self.loss is None:
+            check_none_given(self.module.forward, kwargs, self.module)
+        else:
             self.loss.check_given(kwargs, self.module)
         if self._substituted is None:
             self._substituted = tuple(layer for part in self._parts() for layer in needing_substitute(part))

@@ -24,6 +24,7 @@ from scheduler.errors import PlanMismatch, parse_budget
 from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.memory import bytes_of, tensors_in
+from scheduler.naming import did_you_mean
 from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, held_gradients, secondary_outputs
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
@@ -222,7 +223,9 @@ class _Compilation:
         )
         del joint_inputs
         if capture.unused_constraints and backend.pieces is None:
-            logger.warning("%s: no op matches %s", capture.graph.name, ", ".join(capture.unused_constraints))
+            for pattern in capture.unused_constraints:
+                hint = did_you_mean(capture.graph, pattern.partition("=")[2].strip("'\""))
+                logger.warning("%s: no op matches %s.%s", capture.graph.name, pattern, hint)
         plan = backend.given
         if plan is None:
             plan = self._plan(capture, device)

@@ -9,12 +9,12 @@ step again with a little more and a little less.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 from typing import TYPE_CHECKING, Final
 
 from scheduler.decisions import Action, Decision
 from scheduler.errors import Infeasible
+from scheduler.naming import did_you_mean, module_paths
 from scheduler.units import format_bytes, format_time
 from solvers.solution import Compute, Free, Prefetch
 
@@ -264,7 +264,6 @@ def _peak_sentence(plan: Plan) -> str:
 
 
 def _unknown(plan: Plan, path: str) -> str:
-    known = sorted({op.module_path for op in plan.graph.ops if op.module_path})
-    near = difflib.get_close_matches(path, known, n=3)
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    known = module_paths(plan.graph)
+    hint = did_you_mean(plan.graph, path)
     return f"no module {path!r} in this step.{hint} Its modules have paths such as {', '.join(known[:3])}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -16,6 +17,23 @@ from torch import nn
 
 #: Keyword of a scheduled module's call that carries the loss's further arguments.
 LOSS_ARGS: Final = "loss_args"
+
+
+def check_none_given(forward: Callable[..., Any], kwargs: Mapping[str, Any], module: nn.Module) -> None:
+    """Refuse arguments of a loss where there is none, unless the module has an argument of that name.
+
+    Raises:
+        TypeError: ``loss_args`` is given.
+
+    """
+    if LOSS_ARGS not in kwargs:
+        return
+    accepted = inspect.signature(forward).parameters.values()
+    if not any(p.name == LOSS_ARGS or p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted):
+        raise TypeError(
+            f"{type(module).__name__} was called with loss_args and is scheduled without a loss: give it as in "
+            "schedule(model, budget_gb, loss_fn=criterion)"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

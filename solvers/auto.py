@@ -79,8 +79,13 @@ class AutoSolver:
             return keep_all
         if problem.has_host_tier:
             return self._with_host(problem, start)
+        found = self._without_copies(problem, start)
+        return found if found.status.has_plan else self._by_the_floor(problem, found, start)
+
+    def _without_copies(self, problem: Problem, start: float) -> Solution:
+        """The plan that is found in the time, else a solution without one: ``INFEASIBLE`` where that is proven."""
         if floor_lower_bound(problem).bytes > problem.budget_bytes:
-            return self._infeasible(problem, keep_all, start, None)
+            return Solution(Status.INFEASIBLE, (), 0, 0, problem.keep_all_time_ns, "auto")
         moments = MomentsSolver(gap=self.gap, time_limit_s=self.time_limit_s * _MOMENTS_SHARE).solve(problem)
         best, bound = moments, moments.lower_bound_ns
         if moments.status not in (Status.OPTIMAL, Status.INFEASIBLE):
@@ -88,20 +93,28 @@ class AutoSolver:
         if best.status is not Status.INFEASIBLE and self._is_tiny(problem) and not self._is_proven(best, bound):
             best = self._settle(problem, best, start)
             bound = max(bound, best.lower_bound_ns)
-        if best.status is Status.INFEASIBLE:
-            return self._infeasible(problem, best, start, None)
         if not best.status.has_plan:
-            floor = find_floor(problem, enough_bytes=problem.budget_bytes)
-            if floor.bytes > problem.budget_bytes:
-                return self._infeasible(problem, best, start, floor)
-            deadline = max(start + self.time_limit_s, time.perf_counter() + _PRUNE_S)
-            best = pruned(problem, floor.plan, deadline=deadline)
+            return dataclasses.replace(best, lower_bound_ns=bound)
+        return self._finished(problem, best, bound, start)
+
+    def _by_the_floor(self, problem: Problem, found: Solution, start: float) -> Solution:
+        """The answer where no plan was found: the plan of the floor where that fits, or how much is needed."""
+        if found.status is Status.INFEASIBLE:
+            return self._infeasible(problem, found, start, None)
+        floor = find_floor(problem, enough_bytes=problem.budget_bytes)
+        if floor.bytes > problem.budget_bytes:
+            return self._infeasible(problem, found, start, floor)
+        deadline = max(start + self.time_limit_s, time.perf_counter() + _PRUNE_S)
+        return self._finished(problem, pruned(problem, floor.plan, deadline=deadline), found.lower_bound_ns, start)
+
+    def _finished(self, problem: Problem, best: Solution, bound_ns: int, start: float) -> Solution:
+        """The plan, improved in the time that is left, with its status."""
         if not self._is_tiny(problem):
-            best = self._improved(problem, best, bound, start)
+            best = self._improved(problem, best, bound_ns, start)
         return dataclasses.replace(
             best,
-            status=Status.OPTIMAL if self._within(best, bound) else Status.FEASIBLE,
-            lower_bound_ns=min(bound, best.step_time_ns),
+            status=Status.OPTIMAL if self._within(best, bound_ns) else Status.FEASIBLE,
+            lower_bound_ns=min(bound_ns, best.step_time_ns),
             message="",
             solve_seconds=time.perf_counter() - start,
         )
@@ -137,18 +150,20 @@ class AutoSolver:
         bound, is_tiny = moved.lower_bound_ns, len(problem.time_ns) <= _TINY_HOST
         if moved.status is Status.OPTIMAL and (self._is_proven(moved, bound) or not is_tiny):
             return moved
+        alone, begin = problem.with_link(None, 0), time.perf_counter()
         solver = dataclasses.replace(self, time_limit_s=max(_PLAIN_SHARE * self._left(start), 1.0))
-        plain = solver.solve(problem.with_link(None, 0))
+        plain = solver._without_copies(alone, begin)  # noqa: SLF001
         best = _fastest([moved, plain])
         if is_tiny and best.status is not Status.INFEASIBLE and not self._is_proven(best, bound):
             search = HostSearchSolver(max_states=_STATES, time_limit_s=max(self._left(start), 0.0))
             best = search.solve(problem, best if best.status.has_plan else None)
             bound = max(bound, best.lower_bound_ns)
         elif moved.status is not Status.INFEASIBLE and not self._within(best, bound):
-            plans = [moved, plain, *self._paged(problem, plain, start)]
+            plans = [moved, plain, *self._paged(problem, start)]
             best = self._copied(problem, plans, bound, start) if _fastest(plans).status.has_plan else best
         if not best.status.has_plan:
-            best = self._below_the_floor(problem, best, plain, start)
+            plain = solver._by_the_floor(alone, plain, begin)  # noqa: SLF001
+            best = plain if plain.status.has_plan else self._below_the_floor(problem, best, plain, start)
         if not best.status.has_plan:
             return dataclasses.replace(best, lower_bound_ns=bound)
         return dataclasses.replace(
@@ -158,13 +173,13 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _paged(self, problem: Problem, plain: Solution, start: float) -> list[Solution]:
+    def _paged(self, problem: Problem, start: float) -> list[Solution]:
         """The fastest plan that pages what another plan without copies holds, if there is any.
 
         The others keep everything, recompute what fits the budget if what may leave takes memory only while it is
         touched, or fit a larger budget without copies: from one of those on the search goes where plans get faster.
         """
-        ample, least = keep_all_peak(problem), max(problem.budget_bytes, plain.floor_bytes or 0)
+        least, ample = problem.budget_bytes, keep_all_peak(problem)
         limit_s = max(_PAGED_SHARE * self._left(start) / _PAGED_SOLVES, 0.5)
         deadline = time.perf_counter() + _PAGED_SOLVES * limit_s
         solver = MomentsSolver(time_limit_s=limit_s, gap=max(self.gap, _PAGED_GAP))
@@ -182,8 +197,9 @@ class AutoSolver:
             index = pending.pop(0)
             budget = int(least + _PAGED_BUDGETS[index] * (ample - least))
             tried[index] = page(problem.with_link(None, 0).with_budget(budget))
-            fastest = min(tried, key=lambda i: _time_of(tried[i]))
-            pending = [i for i in (fastest - 1, fastest + 1) if i not in tried and 0 <= i < len(_PAGED_BUDGETS)]
+            fastest = min(tried, key=lambda i: (_time_of(tried[i]), -i))
+            following = (fastest + 1,) if tried[fastest] is None else (fastest - 1, fastest + 1)
+            pending = [i for i in following if i not in tried and 0 <= i < len(_PAGED_BUDGETS)]
         found = [plan for plan in (*plans, *tried.values()) if plan is not None]
         return [_fastest(found)] if found else []
 

@@ -165,19 +165,25 @@ def _load_factory(target: str) -> Callable[..., Any]:
 
 def _import(name: str) -> ModuleType:
     """Import by name, from the working directory too, as ``python -m`` does."""
-    here = str(pathlib.Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    _search_in(pathlib.Path.cwd())
     return importlib.import_module(name)
 
 
+def _search_in(folder: pathlib.Path) -> None:
+    """Have imports look into a folder first."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _load_file(path: str) -> ModuleType:
+    """Run a file as ``python FILE`` would, which finds what lies beside it."""
     file = pathlib.Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
+    _search_in(file.resolve().parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

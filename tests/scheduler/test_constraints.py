@@ -166,6 +166,11 @@ def test_never_offload_and_keep_stay_on_the_device(tight):
         bound = plan(Stack(), f"{tight}B", (batch(),), **options, **{kind: ["blocks.1"]})
         assert copied(bound)
         assert "1" not in copied(bound)
+    backward = plan(Stack(), f"{tight}B", (batch(),), **options, never_offload=["blocks.1"]).graph
+    inside = [op for op in backward.ops[backward.forward_ops :] if op.module_path.startswith("blocks.1")]
+    made = [backward.storages[s] for op in inside for s in op.outputs]
+    assert made
+    assert all(storage.pinned for storage in made)
     marked = plan(Stack(marked=1, what="never_offload"), f"{tight}B", (batch(),), **options)
     names = {s.name for s in marked.graph.storages if s.pinned}
     moved = {marked.graph.storages[s.storage].name for s in marked.graph_steps if isinstance(s, Offload)}
@@ -204,7 +209,8 @@ def test_a_plan_carries_its_constraints(tmp_path, tight):
 def test_a_pattern_that_matches_nothing_is_said(caplog):
     plan(Stack(), "1GB", (batch(),), keep=["blocks.11", "blocks.1"])
     assert "no op matches keep='blocks.11'" in caplog.text
-    assert "'blocks.1'" not in caplog.text
+    assert "keep='blocks.1'" not in caplog.text
+    assert "Did you mean 'blocks.1'?" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["keep", "never_recompute", "never_offload"])

@@ -54,6 +54,19 @@ def test_plan_of_a_factory(tmp_path):
     assert larger["static"]["inputs"] == 128 * 16 * 4
 
 
+def test_a_file_finds_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_the_step.py").write_text("WIDTH = 8\n")
+    (tmp_path / "steps_of_mine.py").write_text(
+        "import torch\n"
+        "import beside_the_step\n"
+        "def make_step():\n"
+        "    model = torch.nn.Linear(beside_the_step.WIDTH, 4)\n"
+        "    return model, (torch.ones(2, beside_the_step.WIDTH),), {}\n"
+    )
+    found = as_json("plan", f"{tmp_path / 'steps_of_mine.py'}:make_step", "--budget", "1MB")
+    assert found["static"]["inputs"] == 2 * 8 * 4
+
+
 def test_plan_that_is_impossible():
     found = as_json("plan", STEP, "--budget", "20kB", code=1)
     assert found["status"] == "infeasible"

@@ -202,3 +202,19 @@ def test_planned_in_advance(loss_fn):
     assert plan_of(model).graph.fingerprint == ahead.graph.fingerprint
     model(x, loss_args=(y,)).backward()
     assert plan_of(model).static_bytes == ahead.static_bytes
+
+
+def test_arguments_of_a_loss_that_was_not_given_are_refused():
+    model = schedule(nn.Linear(4, 4), 1)
+    with pytest.raises(TypeError, match=r"Linear was called with loss_args .* loss_fn=criterion"):
+        model(torch.ones(2, 4), loss_args=(torch.zeros(2),))
+
+    class Takes(nn.Linear):
+        """Has arguments of its own by that name."""
+
+        def forward(self, x, loss_args):
+            return super().forward(x).sum() + loss_args[0]
+
+    model = schedule(Takes(4, 4), 1)
+    model(torch.ones(2, 4), loss_args=(torch.ones(()),)).backward()
+    assert model.weight.grad is not None
