@@ -35,6 +35,7 @@ _PLAIN_SHARE = 0.5  # of what is left then, for these
 _PAGED_SHARE = 0.5  # of what is left then, for plans that page; copies on top of the plans found come after it
 _PAGED_BUDGETS = (0.0, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)  # from the least to keep-all
 _FIRST_PAGED = 7  # of these, the first tried
+_FLOOR_SHARE = 0.4  # of what is left then, for the floor without copies, where the budget is below it
 _PAGED_GAP = 0.01  # of the plans whose excess is paged, at least
 _PAGED_SOLVES = 4  # of them have time to run to their limit
 _FASTER_SHARE = 0.7  # of what is left then, for copies on top of the faster one of two
@@ -159,7 +160,7 @@ class AutoSolver:
             best = search.solve(problem, best if best.status.has_plan else None)
             bound = max(bound, best.lower_bound_ns)
         elif moved.status is not Status.INFEASIBLE and not self._within(best, bound):
-            plans = [moved, plain, *self._paged(problem, start)]
+            plans = [moved, plain, *self._paged(problem, plain, start)]
             best = self._copied(problem, plans, bound, start) if _fastest(plans).status.has_plan else best
         if not best.status.has_plan:
             plain = solver._by_the_floor(alone, plain, begin)  # noqa: SLF001
@@ -173,13 +174,21 @@ class AutoSolver:
             solve_seconds=time.perf_counter() - start,
         )
 
-    def _paged(self, problem: Problem, start: float) -> list[Solution]:
+    def _paged(self, problem: Problem, plain: Solution, start: float) -> list[Solution]:
         """The fastest plan that pages what another plan without copies holds, if there is any.
 
         The others keep everything, recompute what fits the budget if what may leave takes memory only while it is
         touched, or fit a larger budget without copies: from one of those on the search goes where plans get faster.
+        Where none without copies is known within the budget, the first of those is the plan of the floor.
         """
-        least, ample = problem.budget_bytes, keep_all_peak(problem)
+        alone, ample = problem.with_link(None, 0), keep_all_peak(problem)
+        plans = [paged(problem, range(len(problem.time_ns)))]
+        least = problem.budget_bytes
+        if not plain.status.has_plan:
+            limit_s = max(_FLOOR_SHARE * self._left(start), 1.0)
+            floor = known_plan(alone.with_budget(ample)) or find_floor(alone, time_limit_s=limit_s).plan
+            plans.append(paged(problem, compute_order(floor.steps)))
+            least = max(least, floor.peak_bytes)
         limit_s = max(_PAGED_SHARE * self._left(start) / _PAGED_SOLVES, 0.5)
         deadline = time.perf_counter() + _PAGED_SOLVES * limit_s
         solver = MomentsSolver(time_limit_s=limit_s, gap=max(self.gap, _PAGED_GAP))
@@ -188,7 +197,6 @@ class AutoSolver:
             recomputing = solver.solve(budgeted)
             return paged(problem, compute_order(recomputing.steps)) if recomputing.status.has_plan else None
 
-        plans = [paged(problem, range(len(problem.time_ns)))]
         if floor_lower_bound(problem).bytes <= problem.budget_bytes:
             plans.append(page(touched_only(problem)))
         tried: dict[int, Solution | None] = {}
@@ -196,7 +204,7 @@ class AutoSolver:
         while pending and time.perf_counter() < deadline:
             index = pending.pop(0)
             budget = int(least + _PAGED_BUDGETS[index] * (ample - least))
-            tried[index] = page(problem.with_link(None, 0).with_budget(budget))
+            tried[index] = page(alone.with_budget(budget))
             fastest = min(tried, key=lambda i: (_time_of(tried[i]), -i))
             following = (fastest + 1,) if tried[fastest] is None else (fastest - 1, fastest + 1)
             pending = [i for i in following if i not in tried and 0 <= i < len(_PAGED_BUDGETS)]
