@@ -4,15 +4,17 @@ Worker threads copy at the stated bandwidth: what a device's link would do, with
 are profiled on this machine, and everything may be recomputed. For each bandwidth the model trains beside a plain copy,
 on the same batches with the same seeds and in turns. Passes where all losses and gradients are equal bit for bit, the
 measured peak is within the budget and within 1 % of the predicted one, and the predicted step time is within 15 % of
-the measured median. Both are in steps of the plain model, the one predicted from the same costs, the other run in
-turns: how fast the processor is while the ops are timed, and minutes later, is no matter of the plan. The workers'
-copies take memory bandwidth from the thread that computes, which no link of a device does, and which no plan counts.
+the measured median. The plan is replayed for this with its ops as much slower or faster than they were timed as the
+plain step beside it is: how fast the processor is while ops are timed, and minutes later, is no matter of the plan, and
+the link stays what it is. The workers' copies take memory bandwidth from the thread that computes, which no link of a
+device does, and which no plan counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ from graphs.links import parse_link
 from scheduler import Infeasible, Plan, measure_peak, plan, schedule
 from scheduler.replan import least_budget
 from solvers.bounds import floor_lower_bound
+from solvers.simulate import simulate
 from solvers.solution import Compute
 
 LINKS = ("0.25GB/s", "0.5GB/s", "1GB/s")
@@ -35,11 +38,11 @@ EQUAL_STEPS = 3
 
 
 def main() -> None:
-    options = arguments(__doc__, layers=12, width=256, batch=32, tokens=128, rounds=5)
+    options = arguments(__doc__, layers=12, width=256, batch=32, tokens=128, rounds=5, seconds=30.0)
     plain = make_model(options)
     batch = make_batch(options)
     whole = plan(plain, None, kwargs=batch, costs="profiled")
-    alone = least_budget(whole)
+    alone = least_budget(whole, time_limit_s=options.seconds)
     budget = int(SHARE * alone.bytes)
     floor = floor_lower_bound(whole.problem.with_link(parse_link(LINKS[-1]), 10**12)).bytes
     title = (
@@ -56,9 +59,9 @@ def main() -> None:
             "ops run again",
             "stalls ms",
             "predicted ms",
-            "of plain, predicted",
+            "at today's speed",
             "measured ms",
-            "of plain, measured",
+            "of plain",
             "error %",
             "peak MB",
             "measured MB",
@@ -68,7 +71,7 @@ def main() -> None:
     failures: list[str] = []
     for link in LINKS:
         try:
-            cells, found = measure(link, plain, batch, budget, options.rounds)
+            cells, found = measure(link, plain, batch, budget, options)
         except Infeasible as error:
             failures.append(f"{link}: {error}")
             continue
@@ -88,7 +91,7 @@ def main() -> None:
 
 
 def measure(
-    link: str, plain: GPT2LMHeadModel, batch: dict[str, torch.Tensor], budget: int, rounds: int
+    link: str, plain: GPT2LMHeadModel, batch: dict[str, torch.Tensor], budget: int, options: argparse.Namespace
 ) -> tuple[tuple[object, ...], list[str]]:
     """Train a copy under the budget beside the plain model: the row's figures, and what is wrong with them.
 
@@ -97,15 +100,17 @@ def measure(
 
     """
     model = copy.deepcopy(plain)
-    host = {"offload": True, "link": link, "host_budget_gb": 8}
+    host = {"offload": True, "link": link, "host_budget_gb": 8, "time_limit_s": options.seconds}
     schedule(model, f"{budget}B", sample_kwargs=batch, **host)
     made: Plan = model.plan
     equal = all(same(step_of(plain, batch, seed)(), step_of(model, batch, seed)()) for seed in range(EQUAL_STEPS))
     peak = measured_peak(model, batch)
-    times = interleave({"plain": step_of(plain, batch, 0), "offload": step_of(model, batch, 0)}, rounds=rounds)
+    times = interleave({"plain": step_of(plain, batch, 0), "offload": step_of(model, batch, 0)}, rounds=options.rounds)
     seconds = {name: statistics.median(taken) for name, taken in times.items()}
-    predicted, measured = made.step_time_ns / made.keep_all_time_ns, seconds["offload"] / seconds["plain"]
-    error = predicted / measured - 1
+    speed = 1e9 * seconds["plain"] / made.keep_all_time_ns
+    today = dataclasses.replace(made.problem, time_ns=tuple(round(speed * ns) for ns in made.problem.time_ns))
+    predicted = simulate(today, made.steps).step_time_ns / 1e9
+    error = predicted / seconds["offload"] - 1
     failures: list[str] = []
     if not equal:
         failures.append("losses or gradients differ from plain training")
@@ -120,9 +125,9 @@ def measure(
         sum(isinstance(s, Compute) for s in made.steps) - len(made.graph.ops),
         f"{made.host_use.stall_ns / 1e6:.1f}",
         f"{made.step_time_ns / 1e6:.1f}",
-        f"{predicted:.3f}",
+        f"{1e3 * predicted:.1f}",
         f"{1e3 * seconds['offload']:.1f}",
-        f"{measured:.3f}",
+        f"{seconds['offload'] / seconds['plain']:.3f}",
         f"{100 * error:+.1f}",
         f"{made.peak_bytes / 1e6:.2f}",
         f"{peak / 1e6:.2f}",
