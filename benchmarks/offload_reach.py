@@ -96,8 +96,7 @@ def captured(shape: Shape, layers: int) -> Problem:
     with torch.device("meta"):
         model = GPT2LMHeadModel(config).train()
     ids = torch.empty(shape.batch, shape.tokens, dtype=torch.long)
-    made = plan(model, None, kwargs={"input_ids": ids, "labels": ids}, device="h100-sxm")
-    return dataclasses.replace(made.problem, movable=Problem.movable_of(made.graph))
+    return plan(model, None, kwargs={"input_ids": ids, "labels": ids}, device="h100-sxm").problem
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ class Attachment:
         if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and _torch.is_traced_here()):
             return self._plain(*args, **kwargs) if self.loss is None else self.loss.plain(self._plain, args, kwargs)
         if self.loss is None:
-            check_none_given(self.module.forward, kwargs, self.module)
+            check_none_given(kwargs, self.module)
         else:
             self.loss.check_given(kwargs, self.module)
         if self._substituted is None:

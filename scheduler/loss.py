@@ -19,7 +19,7 @@ from torch import nn
 LOSS_ARGS: Final = "loss_args"
 
 
-def check_none_given(forward: Callable[..., Any], kwargs: Mapping[str, Any], module: nn.Module) -> None:
+def check_none_given(kwargs: Mapping[str, Any], module: nn.Module) -> None:
     """Refuse arguments of a loss where there is none, unless the module has an argument of that name.
 
     Raises:
@@ -28,7 +28,7 @@ def check_none_given(forward: Callable[..., Any], kwargs: Mapping[str, Any], mod
     """
     if LOSS_ARGS not in kwargs:
         return
-    accepted = inspect.signature(forward).parameters.values()
+    accepted = inspect.signature(module.forward).parameters.values()
     if not any(p.name == LOSS_ARGS or p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted):
         raise TypeError(
             f"{type(module).__name__} was called with loss_args and is scheduled without a loss: give it as in "

@@ -182,8 +182,8 @@ class AutoSolver:
         Where none without copies is known within the budget, the first of those is the plan of the floor.
         """
         alone, ample = problem.with_link(None, 0), keep_all_peak(problem)
-        plans = [paged(problem, range(len(problem.time_ns)))]
         least = problem.budget_bytes
+        plans = [paged(problem, range(len(problem.time_ns)))]
         if not plain.status.has_plan:
             limit_s = max(_FLOOR_SHARE * self._left(start), 1.0)
             floor = known_plan(alone.with_budget(ample)) or find_floor(alone, time_limit_s=limit_s).plan
@@ -197,8 +197,7 @@ class AutoSolver:
             recomputing = solver.solve(budgeted)
             return paged(problem, compute_order(recomputing.steps)) if recomputing.status.has_plan else None
 
-        if floor_lower_bound(problem).bytes <= problem.budget_bytes:
-            plans.append(page(touched_only(problem)))
+        plans.append(page(touched_only(problem)))
         tried: dict[int, Solution | None] = {}
         pending = [_FIRST_PAGED]
         while pending and time.perf_counter() < deadline:

@@ -31,12 +31,13 @@ def paged(problem: Problem, order: Sequence[int]) -> Solution | None:
         order: ops that execute, each of whose inputs was made before; as of :func:`solvers.simulate.compute_order`.
 
     """
+    paging = _Paging(problem, order)
+    if not paging.run():
+        return None
     best: Solution | None = None
-    for in_order_of_need in (False, True):  # of copies out, else in that of production
-        paging = _Paging(problem, order)
-        if not paging.run():
-            return None
-        steps = steps_of(problem, order, paging.stays, paging.leave_by if in_order_of_need else None)
+    for leave_by in (None, paging.leave_by):  # copies out in the order of production, and in that of need
+        stays = [dataclasses.replace(stay) for stay in paging.stays]  # they are moved to where copies end and begin
+        steps = steps_of(problem, order, stays, leave_by)
         figures = simulate(problem, steps)
         fits = figures.peak_bytes <= problem.budget_bytes and figures.host_bytes <= problem.host_bytes
         if fits and (best is None or figures.step_time_ns < best.step_time_ns):
