@@ -12,6 +12,7 @@ Where several outputs are differentiated and only some receive a gradient, param
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -30,17 +31,30 @@ from scheduler.runtime import rng
 
 
 def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Positions of outputs that require grad and that a scalar output is computed from."""
+    """Positions of outputs that require grad and that a scalar output is computed from.
+
+    None where another differentiated output is a view of what the step made and several outputs look at it: such
+    outputs are made outside of the compiled function, where a replay for the others would add their gradients up in an
+    order of its own.
+    """
     outputs = _results(gm)
-    scalars = [o for o in outputs if _requires_grad(o) and o.meta["example_value"].numel() == 1]
+    differentiated = [(i, o) for i, o in enumerate(outputs) if _requires_grad(o)]
     ancestors: set[fx.Node] = set()
-    pending = [i for o in scalars for i in o.all_input_nodes]
+    pending = [i for _, o in differentiated if o.meta["example_value"].numel() == 1 for i in o.all_input_nodes]
     while pending:
         node = pending.pop()
         if node not in ancestors:
             ancestors.add(node)
             pending.extend(node.all_input_nodes)
-    return tuple(i for i, o in enumerate(outputs) if _requires_grad(o) and o in ancestors and o.op != "placeholder")
+    secondary = tuple(i for i, o in differentiated if o in ancestors and o.op != "placeholder")
+    inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    of_inputs = {storage_identity(x) for x in inputs if isinstance(x, torch.Tensor)}
+    looked_at = collections.Counter(storage_identity(o.meta["example_value"]) for _, o in differentiated)
+    for position, output in differentiated:
+        storage = storage_identity(output.meta["example_value"])
+        if position not in secondary and looked_at[storage] > 1 and storage not in of_inputs:
+            return ()
+    return secondary
 
 
 def held_gradients(

@@ -89,6 +89,41 @@ def test_the_loss_alone_needs_no_gradient_of_the_logits():
     assert out["hidden"].requires_grad
 
 
+class LossAndViews(nn.Module):
+    """Returns its loss, what it is computed from, and views that it is not computed from."""
+
+    def __init__(self, views):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.views = nn.Linear(64, 64), nn.Linear(64, 64), views
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        logits = self.head(hidden)
+        return logits.square().mean(), logits, hidden, *self.views(hidden, hidden * 2)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda _, z: (z.view(64, 32), z[:10]),
+        lambda _, z: (z, z.t()),
+        lambda hidden, _: (hidden[:, 0],),
+        lambda _, z: z.chunk(2),
+    ],
+    ids=["views of what is not returned", "with their base", "of a secondary output", "chunks"],
+)
+def test_views_that_are_differentiated_beside_by_products_of_the_loss(views):
+    plain, scheduled = pair(lambda: LossAndViews(views))
+    for step in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        for model in (plain, scheduled):
+            model.zero_grad()
+            outputs = model(x)
+            sum((o.sin() * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs).backward()
+        same(plain, scheduled)
+
+
 def test_replaying_a_secondary_output_leaves_the_random_stream_alone():
     plain, scheduled = pair(LossAndLogits)
     streams = []
