@@ -130,20 +130,24 @@ def _give_whole_storage(node: fx.Node, copied: fx.Node) -> None:
 
 
 def _separate_tangents(joint: fx.GraphModule) -> None:
-    """Give the gradient of an output that is a view of an input its own storage: its fake looks at the input's."""
-    inputs: set[int] = set()
+    """Give the gradient of each output its own storage.
+
+    The fake of one whose output is a view of an input looks at the input's storage, and that of one whose output is
+    another output as well looks at the storage of the other's gradient.
+    """
+    seen: set[int] = set()
     for node in joint.graph.nodes:
         value = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):
             continue
-        if not is_tangent(node):
-            inputs.add(storage_identity(value))
-        elif (shared := storage_identity(value)) in inputs:
+        if is_tangent(node) and (shared := storage_identity(value)) in seen:
             with value.fake_mode:  # type: ignore[attr-defined]
                 node.meta["val"] = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
             move_views(node, shared)
+        else:
+            seen.add(storage_identity(value))
 
 
 def _replace_by_fresh(node: fx.Node, position: int) -> None:

@@ -54,6 +54,7 @@ class Capture:
         overwritten_inputs: positions of the primals that the step writes to.
         device: the device whose memory is scheduled.
         unused_constraints: the user's patterns that match no op.
+        summed_bytes: what autograd allocates for sums of gradients, and frees, while the tangents arrive.
 
     """
 
@@ -68,6 +69,7 @@ class Capture:
     overwritten_inputs: tuple[int, ...]
     device: torch.device
     unused_constraints: tuple[str, ...] = ()
+    summed_bytes: int = 0
 
     @property
     def tangents_op(self) -> int:

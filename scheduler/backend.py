@@ -25,7 +25,15 @@ from scheduler.first_step import FirstStep
 from scheduler.lower import Lowered, lower
 from scheduler.memory import bytes_of, tensors_in
 from scheduler.naming import did_you_mean
-from scheduler.outputs import Reach, StepContext, attach_secondary, detach_outputs, held_gradients, secondary_outputs
+from scheduler.outputs import (
+    Reach,
+    StepContext,
+    attach_secondary,
+    detach_outputs,
+    held_gradients,
+    secondary_outputs,
+    summed_bytes,
+)
 from scheduler.pieces import Pieces
 from scheduler.plan import Plan
 from scheduler.planner import Settings, transfers_of
@@ -221,6 +229,7 @@ class _Compilation:
             held_gradients=held_gradients(self.gm, joint, self.secondary, device),
             name=type(backend.module).__name__ if backend.module is not None else "graph",
         )
+        capture = dataclasses.replace(capture, summed_bytes=summed_bytes(self.gm, joint, self.secondary, device))
         del joint_inputs
         if capture.unused_constraints and backend.pieces is None:
             for pattern in capture.unused_constraints:

@@ -47,8 +47,7 @@ def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
             ancestors.add(node)
             pending.extend(node.all_input_nodes)
     secondary = tuple(i for i, o in differentiated if o in ancestors and o.op != "placeholder")
-    inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
-    of_inputs = {storage_identity(x) for x in inputs if isinstance(x, torch.Tensor)}
+    of_inputs = _identities_of_inputs(gm)
     looked_at = collections.Counter(storage_identity(o.meta["example_value"]) for _, o in differentiated)
     for position, output in differentiated:
         storage = storage_identity(output.meta["example_value"])
@@ -72,8 +71,7 @@ def held_gradients(
         device: whose memory counts.
 
     """
-    tangents = [node.meta.get("desc") for node in joint.graph.nodes if node.name.startswith("tangents_")]
-    inside = {getattr(getattr(t, "output", None), "idx", None) for t in tangents} | set(secondary)
+    inside = _inside(joint) | set(secondary)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and _requires_grad(n)]
     by_storage = {storage_identity(n.meta["example_value"]): n for n in inputs}
     held: dict[str, int] = {}
@@ -87,6 +85,41 @@ def held_gradients(
                 value.numel() * value.element_size() if value.device.type == device.type else 0
             )
     return held
+
+
+def summed_bytes(gm: fx.GraphModule, joint: fx.GraphModule, secondary: Sequence[int], device: torch.device) -> int:
+    """Most that autograd allocates, and frees, to sum up the gradients of views that the compiled backward sees as one.
+
+    Outputs that look at the same intermediate are made outside of the compiled function, from their base. The gradient
+    of each becomes one of the whole base: the sum so far, the next and their sum are live at once, and the compiled
+    backward receives the last of them.
+
+    Args:
+        gm: the Dynamo graph.
+        joint: what was traced from it.
+        secondary: positions of outputs that are not differentiated.
+        device: whose memory counts.
+
+    """
+    inside = _inside(joint)
+    of_inputs = _identities_of_inputs(gm)
+    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for position, output in enumerate(_results(gm)):
+        if position not in secondary and _requires_grad(output):
+            value = output.meta["example_value"]
+            groups.setdefault(storage_identity(value), []).append((position, value))
+    sums = [
+        2 * storage_bytes(views[0][1], device)
+        for identity, views in groups.items()
+        if identity not in of_inputs and len(views) > 1 and any(position not in inside for position, _ in views)
+    ]
+    return max(sums, default=0)
+
+
+def _inside(joint: fx.GraphModule) -> set[Any]:
+    """Positions of the outputs that the compiled backward receives a gradient for."""
+    tangents = [node.meta.get("desc") for node in joint.graph.nodes if node.name.startswith("tangents_")]
+    return {getattr(getattr(t, "output", None), "idx", None) for t in tangents}
 
 
 def detach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:
@@ -113,6 +146,12 @@ def _results(gm: fx.GraphModule) -> Sequence[Any]:
     results = gm.graph.output_node().args[0]
     assert isinstance(results, list | tuple)
     return results
+
+
+def _identities_of_inputs(gm: fx.GraphModule) -> set[int]:
+    """Storages of the tensors that a graph takes."""
+    values = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    return {storage_identity(value) for value in values if isinstance(value, torch.Tensor)}
 
 
 def _requires_grad(output: Any) -> bool:

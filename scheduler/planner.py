@@ -218,12 +218,13 @@ def cost_model(capture: Capture, settings: Settings) -> Costs:
             costs = profiled(capture.nodes, capture.device, progress=show)
     else:
         costs = roofline(capture.nodes, settings.device_spec or "cpu")
-    return _with_replay_workspace(capture, costs)
+    return _with_workspaces(capture, costs)
 
 
-def _with_replay_workspace(capture: Capture, costs: Costs) -> Costs:
-    """Count what replaying a random op needs: the generator's present state is held while the op runs."""
+def _with_workspaces(capture: Capture, costs: Costs) -> Costs:
+    """Count what no kernel allocates: sums of tangents, and the generator's state while a random op is replayed."""
     workspace = list(costs.workspace_bytes)
+    workspace[capture.tangents_op] += capture.summed_bytes
     for op, recording in capture.rng_state_ops.items():
         state = capture.graph.ops[recording].outputs[0]
         workspace[op] += capture.graph.storages[state].bytes

@@ -128,6 +128,38 @@ def test_inputs_that_require_gradients():
     assert_peak(measured_peak(model, case), model.plan)
 
 
+class Returning(nn.Module):
+    """Returns several tensors that look at one."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.outputs = nn.Linear(64, 64), outputs
+
+    def forward(self, x):
+        return self.outputs(self.layer(x).tanh() * 2)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [lambda z: (z.add_(1.0), z.add_(1.0)), lambda z: (z, z.view(64, 512), z.t())],
+    ids=["written to in between", "views"],
+)
+def test_gradients_of_outputs_that_look_at_one_tensor(outputs):
+    """Each output has a gradient of its own, and autograd sums them up as one of the tensor."""
+    model = Returning(outputs)
+    x = torch.randn(512, 64)
+    weights = [torch.randn_like(o) for o in model(x)]
+    schedule(model, "1GB")
+
+    def step():
+        held = model(x)
+        sum((o * w).sum() for o, w in zip(held, weights, strict=True)).backward()
+
+    peak = measure_peak(step, resident=(model, x, weights)).peak_bytes - sum(w.nbytes for w in weights)
+    assert_peak(peak, model.plan)
+
+
 def test_measure_peak_counts_what_is_resident_and_what_is_added():
     resident = torch.zeros(250_000)  # 1 MB
     peak = measure_peak(lambda: torch.zeros(500_000).add_(1).sum(), resident=[resident])
