@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
@@ -19,6 +21,23 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's signature of a callback
+    if asked:
+        typer.echo(importlib.metadata.version("checkpoint-scheduler"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[  # noqa: FBT002 - typer's signature of a flag
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command; each is handled by its callback."""
+
+
 for command in (plan, show, explain, compare, sweep, fit, policy, export):
     app.command(command.NAME)(command.run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import json
 import pickle
 import re
@@ -39,6 +40,10 @@ def saved(tmp_path):
     path = tmp_path / "plan.json"
     make_plan({1, 2}, budget=205 * MB).save(path)
     return path
+
+
+def test_version():
+    assert run("--version").stdout.strip() == importlib.metadata.version("checkpoint-scheduler")
 
 
 def test_plan_of_a_factory(tmp_path):
