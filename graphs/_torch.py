@@ -11,6 +11,7 @@ import torch
 import torch.autograd.profiler
 import torch.autograd.profiler_legacy
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "packet_name",
     "schema_of",
     "storage_identity",
+    "suggest_memory_format",
 ]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphs._torch import OpOverload
+from graphs._torch import OpOverload, suggest_memory_format
 
 
 def call_recording(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,16 +36,25 @@ def cpu_dropout(x: torch.Tensor, p: float, train: bool | None = True) -> tuple[t
 
 
 def cpu_dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """``aten.native_dropout_backward``: the gradient of the input, of ``gradient``'s shape."""
-    if not (_is_plain(gradient) and mask.is_contiguous()):
-        return torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)  # type: ignore[no-any-return]
+    """``aten.native_dropout_backward``: the gradient of the input, of ``gradient``'s shape.
+
+    Steps are traced with the layout that the operator has on CUDA, ``gradient``'s where that is dense in one of torch's
+    memory formats and else contiguous. On CPU the operator keeps the strides of a transposed gradient.
+    """
+    layout = suggest_memory_format(gradient)
+    if not (_is_supported(gradient) and mask.is_contiguous(memory_format=layout)):
+        result = torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)
+        return result.contiguous(memory_format=layout)  # type: ignore[no-any-return]
     return mask.view(torch.int8).to(gradient.dtype).mul_(scale).mul_(gradient)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the arithmetic above is that of the fused op for this tensor, down to the layout of the result."""
-    supported = tensor.dtype in (torch.float32, torch.float64)
-    return supported and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+    """Whether the arithmetic of :func:`cpu_dropout` is the fused op's for this tensor, down to the result's layout."""
+    return _is_supported(tensor) and tensor.is_contiguous()
+
+
+def _is_supported(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64) and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 #: Ops that must see gradients switched on.

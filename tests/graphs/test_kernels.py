@@ -1,7 +1,12 @@
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+from graphs._torch import FakeTensorMode
 from graphs.kernels import as_executed, cpu_dropout, cpu_dropout_backward
+from scheduler import schedule
 from tests.graphs.costs.nodes import call, fake
 
 aten = torch.ops.aten
@@ -41,8 +46,54 @@ def test_dropout_is_the_operator_bit_for_bit(name, p):
         assert torch.equal(bits(a), bits(b))
     scale = 1 / (1 - p)
     gradients = [op(x, mask, scale) for op in (aten.native_dropout_backward.default, cpu_dropout_backward)]
-    assert gradients[0].stride() == gradients[1].stride()
     assert torch.equal(bits(gradients[0]), bits(gradients[1]))
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.randn(8, 24, 32),
+        torch.randn(8, 32, 24).transpose(1, 2),
+        torch.randn(24, 8, 32).transpose(0, 1),
+        torch.randn(1, 24, 32).expand(8, 24, 32),
+        torch.randn(8, 24, 64)[..., ::2],
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4, 5).transpose(1, 2),
+        torch.randn(8, 32, 24).bfloat16().transpose(1, 2),
+    ],
+    ids=lambda g: f"{g.dtype} {tuple(g.shape)} {g.stride()}",
+)
+@pytest.mark.parametrize("like", ["contiguous", "gradient"])
+def test_the_backward_of_dropout_has_the_layout_that_is_traced(gradient, like):
+    mask = torch.rand(gradient.shape) > 0.3
+    if like == "gradient":
+        mask = torch.empty_like(gradient, dtype=torch.bool).copy_(mask)
+    found = cpu_dropout_backward(gradient, mask, 1.25)
+    with FakeTensorMode() as mode:
+        traced = aten.native_dropout_backward.default(mode.from_tensor(gradient), mode.from_tensor(mask), 1.25)
+    assert found.stride() == traced.stride()
+    assert torch.equal(found, aten.native_dropout_backward.default(gradient, mask, 1.25))
+
+
+def test_dropout_before_a_transposition_trains():
+    """Its incoming gradient is transposed, and what comes before it looks at its own as a matrix."""
+
+    class TextConvolution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.drop, self.outer = nn.Linear(16, 16), nn.Dropout(0.1), nn.Conv1d(16, 8, 3)
+
+        def forward(self, x):
+            return self.outer(self.drop(self.inner(x)).transpose(1, 2)).relu().amax(-1)
+
+    torch.manual_seed(0)
+    plain = TextConvolution()
+    x, found = torch.randn(4, 12, 16), []
+    for model in (plain, schedule(copy.deepcopy(plain), "1GB")):
+        torch.manual_seed(1)
+        model(x).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_dropout_in_evaluation_drops_nothing():
