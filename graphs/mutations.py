@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,23 @@ def move_views(base: fx.Node, identity: int) -> None:
         with base.meta["val"].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
         pending += node.users
+
+
+def written_in_checkpoints(joint: fx.GraphModule) -> list[fx.Node]:
+    """Ops inside of ``torch.utils.checkpoint`` whose results the step writes into an input, such as running statistics.
+
+    Plain training runs them twice, and writes twice: once in the forward and once when the backward recomputes.
+    """
+    found: list[fx.Node] = []
+    for node in joint.graph.nodes:
+        if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
+            continue
+        maker = node.args[1]
+        while isinstance(maker, fx.Node) and maker.target is operator.getitem:
+            maker = maker.args[0]
+        if isinstance(maker, fx.Node) and "recompute" in maker.meta and maker not in found:
+            found.append(maker)
+    return found
 
 
 def _is_written_outside(joint: fx.GraphModule, placeholder: fx.Node, forward_outputs: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from graphs.constraints import KINDS, Constraints
 from graphs.errors import UnsupportedModelError
 from graphs.ir import StorageKind
 from graphs.joint import Capture, capture_from_joint
+from graphs.mutations import written_in_checkpoints
 from graphs.order import capture_in_order
 from scheduler import _torch
 from scheduler.errors import PlanMismatch, parse_budget
@@ -235,6 +236,14 @@ class _Compilation:
             for pattern in capture.unused_constraints:
                 hint = did_you_mean(capture.graph, pattern.partition("=")[2].strip("'\""))
                 logger.warning("%s: no op matches %s.%s", capture.graph.name, pattern, hint)
+        written = written_in_checkpoints(joint)
+        if written:
+            names = [capture.graph.ops[i].module_path for i, n in enumerate(capture.nodes) if n in written]
+            logger.warning(
+                "%s: the plan takes the place of torch.utils.checkpoint in %s, and buffers there are updated once per "
+                "step, as without the checkpoint; where it runs a forward again, plain training updates them twice",
+                *(capture.graph.name, ", ".join(sorted(set(names))) or "the model"),
+            )
         plan = backend.given
         if plan is None:
             plan = self._plan(capture, device)

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from graphs.errors import CheckpointSchedulerError
+from graphs.threads import on_own_thread
 from scheduler._torch import unset_fake_temporarily
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,10 @@ class HostPool:
             if pinned:
                 self._cut(slots)
             else:
-                for slot in slots:
-                    self.give(slot.bytes, self._allocate(slot))
+                # A CPU's memory is measured by thread: the host's share is no part of the step that makes the plan.
+                buffers = on_own_thread(lambda: [self._allocate(s) for s in slots], name="checkpoint-scheduler-pool")
+                for slot, memory in zip(slots, buffers, strict=True):
+                    self.give(slot.bytes, memory)
 
     def _cut(self, slots: Sequence[Slot]) -> None:
         """Allocate the buffers of a plan in blocks."""

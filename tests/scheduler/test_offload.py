@@ -89,6 +89,17 @@ def test_equal_to_plain_training_and_within_the_budget(device):
     assert peak == pytest.approx(model.plan.peak_bytes, rel=0.01)
 
 
+def test_the_step_that_makes_the_plan_is_within_the_budget():
+    """The pool of host buffers is made within it, and is not the device's memory."""
+    x = batch()
+    planned = offloaded(make(), x, costs="profiled").plan
+    model = schedule(make(), f"{planned.budget_bytes}B", plan=planned)
+    assert model.plan is None or model.plan.host_use.host_bytes
+    peak = measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes
+    assert model.plan.host_use.host_bytes > 0.1 * peak
+    assert peak == pytest.approx(planned.peak_bytes, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_a_fifth_below_what_recomputation_alone_can_do_with(device):

@@ -31,21 +31,23 @@ class Outcome:
         plan: the plan that ran.
         peaks: measured peak bytes of each step.
         differences: against plain training.
+        outside_bytes: most that the loss allocates outside of the step.
 
     """
 
     plan: Plan
     peaks: tuple[int, ...]
     differences: tuple[str, ...]
+    outside_bytes: int = 0
 
     def failures(self) -> list[str]:
         """What is wrong: differences, steps over the budget, predictions more than 1 % off."""
         found = list(self.differences)
         budget, predicted = self.plan.budget_bytes, self.plan.peak_bytes
         for step, measured in enumerate(self.peaks):
-            if budget is not None and measured > budget:
+            if budget is not None and measured > budget + self.outside_bytes:
                 found.append(f"step {step}: {measured:,} B measured, {budget:,} B allowed")
-            if abs(predicted / measured - 1) > 0.01:
+            if not 0.99 * measured - self.outside_bytes <= predicted <= 1.01 * measured:
                 found.append(f"step {step}: {measured:,} B measured, {predicted:,} B predicted")
         return found
 
@@ -95,7 +97,7 @@ def assess(name: str, budget: str) -> Outcome:
     finally:
         torch.compiler.reset()  # Dynamo keeps what it compiled for every model that lived
     found = differences(_plain(name), wrapped, rtol=entry.rtol, atol=entry.atol)
-    return Outcome(plans[0], tuple(peaks), tuple(found))
+    return Outcome(plans[0], tuple(peaks), tuple(found), entry.outside_bytes)
 
 
 def _schedule(model: nn.Module, name: str, budget: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

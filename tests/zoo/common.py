@@ -28,6 +28,7 @@ class Entry:
         rtol: relative tolerance; 0 compares bit for bit.
         atol: absolute tolerance; 0 compares bit for bit.
         tolerance_reason: why the plain kernels themselves differ, where a tolerance is given.
+        outside_bytes: most that a loss which no graph can hold, and no plan counts, allocates beside its gradient.
 
     """
 
@@ -38,6 +39,7 @@ class Entry:
     rtol: float = 0.0
     atol: float = 0.0
     tolerance_reason: str = ""
+    outside_bytes: int = 0
 
     def __post_init__(self) -> None:
         if (self.rtol or self.atol) and not self.tolerance_reason:

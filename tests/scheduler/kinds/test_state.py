@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody knows it by
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
-from scheduler import CheckpointSchedulerError
+from scheduler import CheckpointSchedulerError, schedule
 from tests.scheduler.kinds.comparing import MIDDLE, Wave, bounded, compare, data, fresh, layers, observe, trained
 
 __all__ = ["fresh"]
@@ -327,3 +330,46 @@ def test_what_cannot_hold_is_refused():
 
     with pytest.raises(CheckpointSchedulerError, match=r"data|graph"):
         compare(Data, trained(data(12, 16)))
+
+
+class Checkpointed(nn.Module):
+    """Its first layers under ``torch.utils.checkpoint``, or not."""
+
+    def __init__(self, norm, *, checkpointed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(16, 32), norm(32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 16))
+        self.outer, self.checkpointed = nn.Linear(16, 1), checkpointed
+
+    def forward(self, x):
+        hidden = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return self.outer(hidden).mean()
+
+
+def test_buffers_written_in_a_checkpoint_are_written_once_and_said_to_be(caplog):
+    """The plan takes the checkpoint's place: the model trains as without it, where plain training writes twice."""
+    plain = Checkpointed(nn.BatchNorm1d, checkpointed=False)
+    scheduled = schedule(Checkpointed(nn.BatchNorm1d, checkpointed=True), "1GB")
+    for seed in range(2):
+        for model in (plain, scheduled):
+            torch.manual_seed(seed)
+            model(X).backward()
+    for a, b in zip(plain.parameters(), scheduled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(plain.buffers(), scheduled.buffers(), strict=True):
+        assert torch.equal(a, b)
+    assert "torch.utils.checkpoint in inner.1" in caplog.text
+
+
+def test_a_checkpoint_without_buffers_is_plain_training(caplog):
+    plain = Checkpointed(nn.LayerNorm, checkpointed=True)
+    scheduled = schedule(copy.deepcopy(plain), "1GB")
+    states = []
+    for model in (plain, scheduled):
+        torch.manual_seed(1)
+        model(X).backward()
+        states.append(torch.get_rng_state())
+    for a, b in zip(plain.parameters(), scheduled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert torch.equal(*states)
+    assert "torch.utils.checkpoint" not in caplog.text
