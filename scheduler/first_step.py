@@ -252,8 +252,9 @@ class FirstStep:
         outside = max(between.live, between.peak if between.peak > forward.peak else 0) - forward.live
         if between.peak > forward.peak or 2 * outside > excess:
             return (
-                f"code outside of the module, such as a loss of its output, allocated {format_bytes(outside)} between "
-                "its forward and its backward; loss_fn= puts a loss inside the scheduled step"
+                "code outside of the module, such as a loss of its output or another model, allocated "
+                f"{format_bytes(outside)} between its forward and its backward; loss_fn= puts a loss inside the "
+                "scheduled step"
             )
         return "the module's ops took more than was counted for them, such as workspaces of a library"
 
