@@ -12,7 +12,6 @@ Where several outputs are differentiated and only some receive a gradient, param
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import threading
@@ -47,12 +46,9 @@ def secondary_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
             ancestors.add(node)
             pending.extend(node.all_input_nodes)
     secondary = tuple(i for i, o in differentiated if o in ancestors and o.op != "placeholder")
-    of_inputs = _identities_of_inputs(gm)
-    looked_at = collections.Counter(storage_identity(o.meta["example_value"]) for _, o in differentiated)
-    for position, output in differentiated:
-        storage = storage_identity(output.meta["example_value"])
-        if position not in secondary and looked_at[storage] > 1 and storage not in of_inputs:
-            return ()
+    shared = _views_of_intermediates(gm)
+    if any(position not in secondary for views in shared for position in views):
+        return ()
     return secondary
 
 
@@ -101,17 +97,11 @@ def summed_bytes(gm: fx.GraphModule, joint: fx.GraphModule, secondary: Sequence[
         device: whose memory counts.
 
     """
-    inside = _inside(joint)
-    of_inputs = _identities_of_inputs(gm)
-    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    for position, output in enumerate(_results(gm)):
-        if position not in secondary and _requires_grad(output):
-            value = output.meta["example_value"]
-            groups.setdefault(storage_identity(value), []).append((position, value))
+    inside = _inside(joint) | set(secondary)
     sums = [
-        2 * storage_bytes(views[0][1], device)
-        for identity, views in groups.items()
-        if identity not in of_inputs and len(views) > 1 and any(position not in inside for position, _ in views)
+        2 * storage_bytes(next(iter(views.values())), device)
+        for views in _views_of_intermediates(gm)
+        if any(position not in inside for position in views)
     ]
     return max(sums, default=0)
 
@@ -148,10 +138,16 @@ def _results(gm: fx.GraphModule) -> Sequence[Any]:
     return results
 
 
-def _identities_of_inputs(gm: fx.GraphModule) -> set[int]:
-    """Storages of the tensors that a graph takes."""
+def _views_of_intermediates(gm: fx.GraphModule) -> list[dict[int, torch.Tensor]]:
+    """Differentiated outputs by position, of each storage that the step makes and that several of them look at."""
     values = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
-    return {storage_identity(value) for value in values if isinstance(value, torch.Tensor)}
+    of_inputs = {storage_identity(value) for value in values if isinstance(value, torch.Tensor)}
+    groups: dict[int, dict[int, torch.Tensor]] = {}
+    for position, output in enumerate(_results(gm)):
+        if _requires_grad(output):
+            value = output.meta["example_value"]
+            groups.setdefault(storage_identity(value), {})[position] = value
+    return [views for identity, views in groups.items() if len(views) > 1 and identity not in of_inputs]
 
 
 def _requires_grad(output: Any) -> bool:

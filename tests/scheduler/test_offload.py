@@ -94,7 +94,6 @@ def test_the_step_that_makes_the_plan_is_within_the_budget():
     x = batch()
     planned = offloaded(make(), x, costs="profiled").plan
     model = schedule(make(), f"{planned.budget_bytes}B", plan=planned)
-    assert model.plan is None or model.plan.host_use.host_bytes
     peak = measure_peak(lambda: model(x).backward(), resident=(model, x)).peak_bytes
     assert model.plan.host_use.host_bytes > 0.1 * peak
     assert peak == pytest.approx(planned.peak_bytes, rel=0.01)
